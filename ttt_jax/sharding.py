@@ -1,0 +1,241 @@
+"""The device mesh, the rules from logical axis names to mesh axes, and their application.
+
+Models name the axes of their parameters and activations ("embed", "heads", ...). This module
+alone decides which mesh axis each name is cut over, so a model's code does not change with the
+number of devices. The mesh has Auto axes: the compiler (GSPMD) places the collectives.
+"""
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+logger = logging.getLogger(__name__)
+
+MESH_AXES = ("data", "fsdp", "model")
+
+# Logical name -> mesh axes. A name that is missing here, and None, stay whole on every device.
+LOGICAL_RULES: dict[str, tuple[str, ...]] = {
+    "batch": ("data", "fsdp"),
+    "embed": ("fsdp",),
+    "mlp": ("model",),
+    "heads": ("model",),
+    "vocab": ("model",),
+}
+
+AxisNames = Sequence[str | None]
+
+
+def make_mesh(
+    data: int = -1, fsdp: int = 1, model: int = 1, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
+    """Builds a mesh with the axes data, fsdp and model.
+
+    Args:
+      data, fsdp, model: devices along each axis; at most one is -1 and takes what is left.
+      devices: the devices to use, all of `jax.devices()` by default.
+
+    Returns:
+      A `jax.sharding.Mesh` whose axes are of type Auto (jax.make_mesh would make them Explicit).
+
+    Raises:
+      ValueError: the sizes do not multiply to the number of devices.
+
+    >>> make_mesh(devices=jax.devices()[:1]).shape
+    OrderedDict({'data': 1, 'fsdp': 1, 'model': 1})
+    """
+    devices = jax.devices() if devices is None else devices
+    sizes = [data, fsdp, model]
+    known = math.prod(size for size in sizes if size != -1)
+    if sizes.count(-1) == 1 and known > 0 and len(devices) % known == 0:
+        sizes[sizes.index(-1)] = len(devices) // known
+    if min(sizes) < 1 or math.prod(sizes) != len(devices):
+        raise ValueError(
+            f"config.mesh: data={data}, fsdp={fsdp}, model={model} do not multiply to the "
+            f"{len(devices)} devices at hand; set one of them to -1 to take what is left"
+        )
+    return jax.make_mesh(
+        tuple(sizes), MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices
+    )
+
+
+def partition_spec(names: AxisNames, shape: Sequence[int], mesh_shape: dict[str, int]) -> PartitionSpec:
+    """Maps the logical names of an array's axes to mesh axes.
+
+    An axis that its mesh axes do not divide stays whole, and so does a second axis that asks for
+    a mesh axis already in use: both are right for every shape, and only cost memory.
+
+    Args:
+      names: one logical name or None per axis; shorter than `shape` leaves the rest whole.
+      shape: the array's shape.
+      mesh_shape: size of each mesh axis, by name.
+
+    Returns:
+      The PartitionSpec, one entry per name.
+
+    >>> partition_spec(("vocab", "embed"), (512, 64), {"data": 2, "fsdp": 2, "model": 2})
+    PartitionSpec('model', 'fsdp')
+    >>> partition_spec(("vocab", "embed"), (259, 64), {"data": 2, "fsdp": 2, "model": 2})
+    PartitionSpec(None, 'fsdp')
+    """
+    used: set[str] = set()
+    entries: list[Any] = []
+    for name, size in zip(names, shape, strict=False):
+        axes = tuple(a for a in LOGICAL_RULES.get(name, ()) if a in mesh_shape and a not in used)
+        divides = bool(axes) and size % math.prod(mesh_shape[a] for a in axes) == 0
+        if not divides:
+            entries.append(None)
+            continue
+        used.update(axes)
+        entries.append(axes[0] if len(axes) == 1 else axes)
+    return PartitionSpec(*entries)
+
+
+def constrain(x: jax.Array, names: AxisNames) -> jax.Array:
+    """Asks for the sharding that the logical names stand for; returns `x` itself without a mesh.
+
+    The mesh is the ambient one (`with jax.set_mesh(mesh):`). Values are unchanged.
+
+    Args:
+      x: array of any shape.
+      names: one logical name or None per axis of `x`.
+
+    Raises:
+      ValueError: `names` has another length than `x` has axes.
+
+    >>> import jax.numpy as jnp
+    >>> constrain(jnp.ones((2, 3)), ("batch", "embed")).shape
+    (2, 3)
+    """
+    if len(names) != x.ndim:
+        raise ValueError(f"names={tuple(names)} must name the {x.ndim} axes of shape {x.shape}")
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return x
+    # Inside shard_map an axis is Manual: the array is already one device's part along it.
+    sizes = {a: mesh.shape[a] for a in mesh.axis_names if a not in mesh.manual_axes}
+    if math.prod(sizes.values()) == 1:
+        return x
+    return jax.lax.with_sharding_constraint(x, partition_spec(names, x.shape, sizes))
+
+
+def param(value: jax.Array, names: AxisNames) -> nnx.Param:
+    """Makes a parameter that carries its logical axis names and needs no mesh to be created.
+
+    Flax would apply `out_sharding` at once and fail without a mesh; `eager_sharding=False`
+    leaves that to `init_sharded`, which places every parameter while it is being created.
+
+    Args:
+      value: the initial value.
+      names: one logical name or None per axis.
+
+    >>> import jax.numpy as jnp
+    >>> param(jnp.ones((2, 3)), ("embed", "mlp")).get_metadata()["out_sharding"]
+    ('embed', 'mlp')
+    """
+    return nnx.Param(value, out_sharding=tuple(names), eager_sharding=False)
+
+
+def axis_names(params: nnx.State) -> dict[str, Any]:
+    """Reads the logical names of each parameter.
+
+    Args:
+      params: the `nnx.Param` state of a model, values or shapes.
+
+    Returns:
+      Nested dicts as of `nnx.to_pure_dict`, with a tuple of names (one per axis) at each leaf;
+      an unnamed parameter has None for every axis.
+    """
+    def names_of(variable: nnx.Variable) -> tuple[str | None, ...]:
+        names = variable.get_metadata().get("out_sharding")
+        return (None,) * variable.ndim if names is None else tuple(names)
+
+    flat = {path: names_of(variable) for path, variable in nnx.to_flat_state(params)}
+    return nnx.traversals.unflatten_mapping(flat)
+
+
+def param_shardings(names: Any, abstract: Any, mesh: Mesh) -> Any:
+    """Turns `axis_names` and the shapes of the same parameters into NamedShardings.
+
+    Args:
+      names: nested dicts with a tuple of logical names at each leaf.
+      abstract: the same dicts with arrays or `jax.ShapeDtypeStruct`s at the leaves.
+      mesh: a mesh of `make_mesh`.
+    """
+    return jax.tree.map(
+        lambda leaf, n: NamedSharding(mesh, partition_spec(n, leaf.shape, dict(mesh.shape))),
+        abstract,
+        names,
+    )
+
+
+def like_params(tree: Any, params: Any, shardings: Any, mesh: Mesh) -> Any:
+    """Shards an optimizer's state: each leaf that mirrors a parameter is placed like it.
+
+    A leaf mirrors a parameter if its path ends with the parameter's path and the shapes agree
+    (Adam's moments, Muon's momentum); every other leaf, such as a step count, is replicated.
+
+    Args:
+      tree: the state, arrays or `jax.ShapeDtypeStruct`s.
+      params: the parameters, likewise.
+      shardings: their NamedShardings, same structure.
+      mesh: the mesh.
+
+    Returns:
+      `tree` with a NamedSharding in place of each leaf.
+    """
+    replicated = NamedSharding(mesh, PartitionSpec())
+    by_path = {
+        path: (leaf.shape, sharding)
+        for (path, leaf), sharding in zip(
+            jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(shardings), strict=True
+        )
+    }
+
+    def place(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        for start in range(len(path)):
+            shape, sharding = by_path.get(path[start:], (None, replicated))
+            if shape == leaf.shape:
+                return sharding
+        return replicated
+
+    return jax.tree_util.tree_map_with_path(place, tree)
+
+
+def batch_sharding(mesh: Mesh, batch_size: int) -> NamedSharding:
+    """Returns the sharding of a batch [B, ...]: rows over data and fsdp.
+
+    Raises:
+      ValueError: the rows do not divide evenly over the devices that split them.
+
+    >>> batch_sharding(make_mesh(devices=jax.devices()[:1]), 4).spec
+    PartitionSpec(('data', 'fsdp'),)
+    """
+    parts = mesh.shape["data"] * mesh.shape["fsdp"]
+    if batch_size % parts:
+        raise ValueError(
+            f"config.data.batch_size={batch_size} (over accumulation_steps) must be a multiple of "
+            f"mesh.data * mesh.fsdp = {parts}: change the batch size or the mesh"
+        )
+    return NamedSharding(mesh, PartitionSpec(LOGICAL_RULES["batch"]))
+
+
+def place_batch(batch: dict[str, np.ndarray], sharding: NamedSharding) -> dict[str, jax.Array]:
+    """Puts this process's rows of a batch on its devices.
+
+    Args:
+      batch: arrays [rows of this process, ...].
+      sharding: of `batch_sharding`.
+
+    Returns:
+      Global arrays [B, ...] with that sharding.
+    """
+    return {
+        name: jax.make_array_from_process_local_data(sharding, value)
+        for name, value in batch.items()
+    }
