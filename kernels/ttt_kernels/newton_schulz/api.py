@@ -1,0 +1,68 @@
+"""Newton-Schulz orthogonalisation: the public function and the choice of an implementation."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from ttt_kernels.newton_schulz import xla
+
+# The five triples of LaCT-LLM (Zhang et al., Test-Time Training Done Right, 2025), one an iteration.
+LACT_COEFFICIENTS = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+# The triple of Muon (Jordan et al., 2024), repeated five times.
+MUON_COEFFICIENTS = ((3.4445, -4.7750, 2.0315),) * 5
+
+
+def newton_schulz(
+    x: jax.Array,
+    coefficients: Sequence[tuple[float, float, float]] = MUON_COEFFICIENTS,
+    *,
+    eps: float = 1e-7,
+    dtype: jax.typing.DTypeLike | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Pushes the singular values of each matrix towards 1 and keeps its singular vectors.
+
+    Equivalent to, for each matrix (transposed first when it has more rows than columns)::
+
+        X = G / (|G|_F + eps)
+        for a, b, c in coefficients:
+            A = X Xᵀ;  X = a X + (b A + c A²) X
+
+    so the result is ``G P(GᵀG)`` with a polynomial ``P``: an odd function of ``G``, zero at zero,
+    with a finite gradient everywhere.
+
+    Args:
+      x: matrices, ``[..., rows, columns]``, floating.
+      coefficients: one triple (a, b, c) an iteration; an empty sequence only normalises.
+      eps: added to the Frobenius norm. Matrices whose norm is not well above it stay small.
+      dtype: dtype of the products; ``None`` is ``x.dtype``. ``bfloat16`` is the official choice.
+      implementation: ``"xla"``, or ``None`` for the best one here.
+
+    Returns:
+      ``[..., rows, columns]`` in ``x.dtype``.
+
+    Raises:
+      ValueError: ``x`` has fewer than two axes or is not floating; an unknown implementation.
+
+    Source: Jordan et al., *Muon* (2024); coefficient tables of LaCT (Zhang et al., 2025).
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> y = newton_schulz(jnp.array([[3.0, 0.0], [0.0, 0.5]]))
+      >>> bool((jnp.linalg.svd(y, compute_uv=False) > 0.6).all())
+      True
+    """
+    if x.ndim < 2:
+        raise ValueError(f"{x.shape=}: newton_schulz needs matrices, [..., rows, columns]")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"{x.dtype=}: newton_schulz needs a floating dtype; cast x first")
+    if implementation not in (None, "xla"):
+        raise ValueError(f"{implementation=} is unknown; use 'xla' or None")
+    return xla.newton_schulz(x, tuple(coefficients), eps, jnp.dtype(dtype or x.dtype))

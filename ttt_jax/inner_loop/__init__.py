@@ -1,0 +1,1 @@
+"""The paper as pure functions on pytrees: specification, modes, presets, explanation."""

@@ -1,0 +1,137 @@
+"""``ttt``: the inner loop over a batch of sequences, in the mode that is asked for or fits."""
+
+import functools
+import logging
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from ttt_jax.inner_loop import parallel, recurrent, spans
+from ttt_jax.inner_loop.checks import check_arguments
+from ttt_jax.inner_loop.chunks import Tokens, arrange
+from ttt_jax.inner_loop.decode import decode_one, is_decode
+from ttt_jax.inner_loop.fast_nets import Weights
+from ttt_jax.inner_loop.spec import InnerLoop
+from ttt_jax.inner_loop.updates import State, initial_state as start_state
+
+Mode = Literal["auto", "recurrent", "parallel", "kernel"]
+
+
+def ttt(
+    spec: InnerLoop,
+    weights: Weights,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    lr: jax.Array | None = None,
+    momentum: jax.Array | None = None,
+    forget: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    initial_state: State | None = None,
+    mode: Mode = "auto",
+    implementation: str | None = None,
+) -> tuple[jax.Array, State]:
+    """Test-time training: the fast network learns ``k → v`` along the sequence and is read at ``q``.
+
+    ``o_t = f_θ(q_t)`` with ``θ`` updated chunk by chunk as ``InnerLoop`` says; for a linear last
+    layer this equals ``o_t = q̂_t (S₀ + Σ_i k̂_iᵀ v̂_i)`` (Theorem 5.2).
+
+    Args:
+      spec: the inner loop.
+      weights: initial fast weights, name to ``[heads, in, out]`` or ``[batch, heads, in, out]``.
+      q: queries, ``[batch, time, heads, key_dim]``; time >= 1, any floating dtype.
+      k: keys, like ``q``.
+      v: values, ``[batch, time, heads, value_dim]``.
+      lr: rates (no unit), ``[batch, time, heads]``, or ``[batch, time, heads, R]`` with one for each
+        matrix of ``spec.trained``, or ``[batch, time, heads, R, channels]`` with one an input
+        channel; exactly where ``spec.rate == "per_token"``.
+      momentum: ``[batch, time, heads]`` in [0, 1]; exactly where ``spec.momentum == "per_token"``.
+      forget: ``[batch, time, heads]`` in [0, 1], or ``[batch, time, heads, key_dim]``; exactly where
+        ``spec.forget == "per_token"``.
+      segment_ids: ``[batch, time]`` int32. A document is a run of equal ids >= 0 and starts from
+        ``weights``; -1 is padding, which has no influence and output 0.
+      initial_state: the state that an earlier call returned: its last document goes on here.
+      mode: ``"recurrent"`` (``lax.scan``), ``"parallel"`` (all chunks at once), ``"kernel"``
+        (Pallas), or ``"auto"``: the fastest that is exact. A named mode runs or raises.
+      implementation: ``"associative_scan"`` or ``"triangular"`` in ``"parallel"`` mode; the backend
+        of ``ttt_kernels`` in ``"kernel"`` mode; ``None`` picks.
+
+    Returns:
+      Outputs ``[batch, time, heads, value_dim]`` in the dtype of ``q``, and the ``State`` after the
+      last token, float32 (float64 for float64 inputs).
+
+    Raises:
+      ValueError: an argument does not fit ``spec`` or another argument, or ``mode`` cannot run it;
+        the message names the argument, the rule and the way out.
+
+    Source: *Test-Time Training with KV Binding Is Secretly Linear Attention*, eqs. of section 5.
+
+    Example:
+      >>> import jax
+      >>> from ttt_jax.inner_loop import presets
+      >>> spec = presets.lact_llm(variant=6, chunk_size=4)
+      >>> keys = jax.random.split(jax.random.key(0), 4)
+      >>> weights = spec.init(keys[0], heads=2, key_dim=8)
+      >>> q, k, v = (jax.random.normal(key, (1, 10, 2, 8)) for key in keys[1:])
+      >>> out, state = ttt(spec, weights, q, k, v)
+      >>> out.shape, int(state.buffer.count[0])
+      ((1, 10, 2, 8), 2)
+    """
+    check_arguments(spec, weights, q, k, v, lr, momentum, forget, segment_ids, initial_state)
+    mode = _choose(spec, mode, implementation)
+    tokens = _head_major(q, k, v, lr, momentum, forget)
+    if spec.query == "key":
+        tokens = tokens._replace(q=tokens.k)
+    start = start_state(spec, weights, k.shape[0])
+    static = {name: w for name, w in weights.items() if name not in spec.trained}
+    if initial_state is not None and is_decode(spec, tokens):
+        out, state = decode_one(spec, static, tokens, segment_ids, initial_state, start)
+    elif not isinstance(spec.order, str):
+        out, state = spans.run(spec, static, tokens, initial_state or start)
+    else:
+        buffer = None if initial_state is None else initial_state.buffer
+        continued = initial_state is not None
+        first = start if initial_state is None else initial_state._replace(buffer=None)
+        chunks = arrange(spec, tokens, segment_ids, buffer, continued)
+        if mode == "parallel":
+            out, state = parallel.run(spec, static, chunks, first, start, implementation)
+        else:
+            out, state = recurrent.run(spec, static, chunks, first, start)
+    return jnp.swapaxes(out, 1, 2), state
+
+
+def _head_major(q, k, v, lr, momentum, forget) -> Tokens:
+    """``[batch, time, heads, ...]`` to ``[batch, heads, time, ...]``, gates with a last axis."""
+
+    def turn(x):
+        if x is None:
+            return None
+        return jnp.swapaxes(x[..., None] if x.ndim == 3 else x, 1, 2)
+
+    return Tokens(*map(turn, (q, k, v, lr, momentum, forget)))
+
+
+def _choose(spec: InnerLoop, mode: Mode, implementation: str | None) -> str:
+    if mode not in ("auto", "recurrent", "parallel", "kernel"):
+        raise ValueError(f"{mode=}: use 'auto', 'recurrent', 'parallel' or 'kernel'")
+    found = parallel.obstacles(spec)
+    if mode == "auto":
+        if implementation is not None:
+            raise ValueError(f"{implementation=} needs a named mode; mode='auto' picks both")
+        mode = "recurrent" if found else "parallel"
+        _log_choice(spec, mode)
+    if mode == "kernel":
+        raise ValueError("mode='kernel' has no kernel for this specification; use 'auto'")
+    if mode == "parallel" and found:
+        raise ValueError("mode='parallel' cannot run this specification: " + "; ".join(found))
+    allowed = tuple(parallel.PREFIXES) if mode == "parallel" else ()
+    if implementation is not None and implementation not in allowed:
+        raise ValueError(f"{implementation=} with {mode=}: use one of {allowed} or None")
+    return mode
+
+
+@functools.cache
+def _log_choice(spec: InnerLoop, mode: str) -> None:
+    logging.getLogger("ttt_jax").info("ttt: mode='auto' runs mode=%r for %s", mode, spec)

@@ -1,0 +1,155 @@
+"""Argument checks of ``api.ttt``: all of them before anything is computed."""
+
+import jax
+import jax.numpy as jnp
+
+from ttt_jax.inner_loop.spec import InnerLoop
+from ttt_jax.inner_loop.updates import State
+
+
+def check_arguments(spec, weights, q, k, v, lr, momentum, forget, segment_ids, state) -> None:
+    """Raises ``ValueError`` for the first argument of ``ttt`` that does not fit the others."""
+    if not isinstance(spec, InnerLoop):
+        raise ValueError(f"spec={spec!r}: use an InnerLoop, e.g. ttt_jax.presets.lact_llm()")
+    _check_tokens(q, k, v)
+    _check_weights(spec, weights, k, v)
+    _check_gates(spec, weights, k, lr, momentum, forget)
+    if segment_ids is not None:
+        if segment_ids.shape != k.shape[:2] or not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+            raise ValueError(
+                f"segment_ids is {segment_ids.dtype}{list(segment_ids.shape)}: it must be integers "
+                f"[batch, time] = {list(k.shape[:2])}"
+            )
+        if not isinstance(spec.order, str):
+            raise ValueError(
+                "segment_ids with an explicit order: the spans name tokens of one sequence; call "
+                "ttt once for each document"
+            )
+    if not isinstance(spec.order, str):
+        end = max(span.end for span in spec.order)
+        if end > k.shape[1]:
+            raise ValueError(f"order reaches token {end}, but time={k.shape[1]}; shorten the spans")
+    if state is not None:
+        _check_state(spec, state, weights, k, v)
+
+
+def _check_tokens(q, k, v) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4:
+            raise ValueError(f"{name}.shape={x.shape}: it must be [batch, time, heads, dim]")
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(f"{name}.dtype={x.dtype}: it must be floating; cast it first")
+        if x.dtype != k.dtype:
+            raise ValueError(f"{name}.dtype={x.dtype} but k.dtype={k.dtype}: cast them alike")
+        if x.shape[:3] != k.shape[:3]:
+            raise ValueError(
+                f"{name}.shape={x.shape} but k.shape={k.shape}: batch, time and heads must agree"
+            )
+    if q.shape != k.shape:
+        raise ValueError(f"q.shape={q.shape} but k.shape={k.shape}: queries and keys must agree")
+    if k.shape[1] == 0:
+        raise ValueError(f"k.shape={k.shape}: at least one token is needed")
+
+
+def _check_weights(spec, weights, k, v) -> None:
+    net = spec.fast_net
+    if set(weights) != set(net.names):
+        raise ValueError(
+            f"weights has the names {sorted(weights)}, but {type(net).__name__} needs "
+            f"{sorted(net.names)}; make them with spec.init"
+        )
+    batch, _, heads, key_dim = k.shape
+    for name, w in weights.items():
+        if w.ndim not in (3, 4) or w.shape[-3] != heads or (w.ndim == 4 and w.shape[0] != batch):
+            raise ValueError(
+                f"weights[{name!r}].shape={w.shape}: it must be [heads, in, out] or "
+                f"[batch, heads, in, out] with {batch=} and {heads=}"
+            )
+    given = {name: w.shape[-2:] for name, w in weights.items()}
+    widths = {width for shape in given.values() for width in shape}
+    if all(given != net.shapes(key_dim, v.shape[3], hidden) for hidden in widths):
+        raise ValueError(
+            f"weights have the shapes {given} a head, which do not fit key_dim={key_dim} and "
+            f"value_dim={v.shape[3]} of {type(net).__name__}; make them with spec.init"
+        )
+
+
+def _check_gates(spec, weights, k, lr, momentum, forget) -> None:
+    for name, setting, x in (
+        ("lr", spec.rate, lr),
+        ("momentum", spec.momentum, momentum),
+        ("forget", spec.forget, forget),
+    ):
+        field = "rate" if name == "lr" else name
+        if setting == "per_token" and x is None:
+            raise ValueError(
+                f"{name} is missing: spec.{field}='per_token' needs it, [batch, time, heads]"
+            )
+        if setting != "per_token" and x is not None:
+            raise ValueError(
+                f"{name} is given, but spec.{field}={setting!r} does not use it; pass None or set "
+                f"{field}='per_token'"
+            )
+        if x is not None and (x.ndim < 3 or x.shape[:3] != k.shape[:3]):
+            raise ValueError(f"{name}.shape={x.shape}: it must start with {k.shape[:3]}")
+    trained = {name: weights[name].shape[-2] for name in spec.trained}
+    if lr is not None:
+        if lr.ndim > 5 or (lr.ndim > 3 and lr.shape[3] not in (1, len(trained))):
+            raise ValueError(
+                f"lr.shape={lr.shape}: its 4th axis must be 1 or {len(trained)}, one rate for each "
+                f"of {tuple(trained)}"
+            )
+        if lr.ndim == 5 and any(width != lr.shape[4] for width in trained.values()):
+            raise ValueError(
+                f"lr.shape={lr.shape}: one rate a channel needs as many channels as the inputs of "
+                f"the trained matrices, {trained}"
+            )
+    if momentum is not None and momentum.ndim != 3:
+        raise ValueError(f"momentum.shape={momentum.shape}: it must be [batch, time, heads]")
+    if forget is not None and forget.ndim != 3:
+        wide = forget.ndim == 4 and all(w == forget.shape[3] for w in trained.values())
+        if not wide:
+            raise ValueError(
+                f"forget.shape={forget.shape}: it must be [batch, time, heads], or have a 4th axis "
+                f"as wide as the inputs of the trained matrices, {trained}"
+            )
+
+
+def _check_state(spec, state, weights, k, v) -> None:
+    if not isinstance(state, State):
+        raise ValueError(
+            f"initial_state is a {type(state).__name__}: pass the State that ttt returned"
+        )
+    expected = jax.eval_shape(lambda: _shapes(spec, weights, k, v))
+    if jax.tree.structure(state) != jax.tree.structure(expected):
+        raise ValueError(
+            "initial_state does not have the parts that spec carries (it was made by another spec): "
+            f"it has {jax.tree.structure(state)}, spec needs {jax.tree.structure(expected)}"
+        )
+    paths = jax.tree_util.tree_leaves_with_path(expected)
+    for (path, want), have in zip(paths, jax.tree.leaves(state), strict=True):
+        dims = 3 if ".lr" in jax.tree_util.keystr(path) else have.ndim  # lr may have more axes
+        if have.shape[:dims] != want.shape[:dims]:
+            raise ValueError(
+                f"initial_state{jax.tree_util.keystr(path)} has shape {have.shape}, but these "
+                f"arguments need {want.shape}"
+            )
+
+
+def _shapes(spec, weights, k, v) -> State:
+    """A state of the right structure for these arguments, shapes only."""
+    from ttt_jax.inner_loop.chunks import Tokens, pack_buffer
+    from ttt_jax.inner_loop.updates import initial_state
+
+    batch, _, heads, _ = k.shape
+    state = initial_state(spec, weights, batch)
+    if spec.order != "apply_then_update":
+        return state
+
+    def gate(setting):
+        return jnp.zeros((batch, heads, 0, 1)) if setting == "per_token" else None
+
+    keys, values = (jnp.zeros((batch, heads, 0, x.shape[3]), x.dtype) for x in (k, v))
+    tokens = Tokens(keys, keys, values, *map(gate, (spec.rate, spec.momentum, spec.forget)))
+    none = jnp.zeros((batch,), jnp.int32)
+    return state._replace(buffer=pack_buffer(tokens, spec.chunk_size, none))

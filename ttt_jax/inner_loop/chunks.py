@@ -1,0 +1,281 @@
+"""From tokens to chunks: which tokens each update reads and where its weights are applied.
+
+Both modes see the same stack of ``Slot``s: a slot holds the tokens of one update and the queries
+that read its result, so "apply then update" and "update then apply" differ only in which queries
+those are. Without documents and carried tokens a slot is a reshape; with them it is a gather, with
+every document's chunks counted from its own start, so that packed equals alone.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ttt_jax.inner_loop.spec import InnerLoop
+from ttt_jax.inner_loop.updates import Buffer, Slot
+
+
+class Tokens(NamedTuple):
+    """Token arrays, head-major; ``None`` where the specification does not use a field."""
+
+    q: jax.Array  # [batch, heads, time, key_dim]
+    k: jax.Array  # [batch, heads, time, key_dim]
+    v: jax.Array  # [batch, heads, time, value_dim]
+    lr: jax.Array | None  # [batch, heads, time, R] or [batch, heads, time, R, channels]
+    momentum: jax.Array | None  # [batch, heads, time, 1]
+    forget: jax.Array | None  # [batch, heads, time, 1 or key_dim]
+
+
+class Chunks(NamedTuple):
+    """The slots of a sequence, and how outputs and the unfinished chunk are put together."""
+
+    slots: Slot | None  # stacked, or None where no chunk is complete
+    reads: int  # the first ``reads`` slots are applied; at most one more only updates
+    base: jax.Array | None  # queries that may read weights before any update of their document
+    continues: jax.Array | None  # [batch, base time] bool: those of the document that is carried on
+    collect: Callable[[jax.Array | None, jax.Array | None], jax.Array]
+    buffer: Buffer | None
+    restart: jax.Array | None  # [batch] bool: the last document has no update yet
+
+
+def arrange(
+    spec: InnerLoop,
+    tokens: Tokens,
+    segment_ids: jax.Array | None,
+    buffer: Buffer | None,
+    continued: bool,
+) -> Chunks:
+    """The chunks of ``tokens``, which continue those in ``buffer``.
+
+    Args:
+      spec: the inner loop, with a named order.
+      tokens: the tokens of this call.
+      segment_ids: ``[batch, time]`` int, -1 for padding, or ``None``.
+      buffer: the unfinished chunk of the carried state, or ``None``.
+      continued: whether the first document started before this call.
+    """
+    chunk = spec.chunk_size or tokens.k.shape[2]
+    if segment_ids is None and buffer is None:
+        return _reshaped(spec, tokens, chunk)
+    return _gathered(spec, tokens, chunk, segment_ids, buffer, continued)
+
+
+def _reshaped(spec: InnerLoop, tokens: Tokens, chunk: int) -> Chunks:
+    """One document from its start: slots are reshapes."""
+    batch, _, time, _ = tokens.k.shape
+    full, rest = divmod(time, chunk)
+    count = jnp.full((batch,), rest, jnp.int32)
+    if spec.order == "update_then_apply":
+        updates = full + (rest > 0)
+        mask = None if not rest else _pad(jnp.ones((1, 1, time, 1), bool), updates * chunk)
+        slots = stack_slots(spec, _pad(tokens, updates * chunk), chunk, mask)
+
+        def collect(_, outputs):
+            return _unfold(outputs)[:, :, :time]
+
+        return Chunks(slots, updates, None, None, collect, None, None)
+
+    queries = _pad(tokens.q[:, :, chunk:], full * chunk)
+    done = jax.tree.map(lambda x: x[:, :, : full * chunk], tokens._replace(q=queries))
+    slots = stack_slots(spec, done, chunk, None) if full else None
+
+    def collect(base, outputs):
+        return base if outputs is None else jnp.concatenate([base, _unfold(outputs)], 2)[:, :, :time]
+
+    unfinished = jax.tree.map(lambda x: x[:, :, full * chunk :], tokens)
+    reads = full if rest else max(full - 1, 0)
+    base = tokens.q[:, :, :chunk]
+    return Chunks(slots, reads, base, None, collect, pack_buffer(unfinished, chunk, count), None)
+
+
+def _gathered(
+    spec: InnerLoop,
+    tokens: Tokens,
+    chunk: int,
+    segment_ids: jax.Array | None,
+    buffer: Buffer | None,
+    continued: bool,
+) -> Chunks:
+    """Packed documents and carried tokens: padding is squeezed out, slots are gathers."""
+    batch, _, new, _ = tokens.k.shape
+    if segment_ids is None:
+        segment_ids = jnp.zeros((batch, new), jnp.int32)
+    if buffer is not None:
+        tokens, segment_ids = _prepend(tokens, segment_ids, buffer)
+    order, place, valid = _squeeze(segment_ids)
+    time = order.shape[1]
+    tokens = jax.tree.map(lambda x: jnp.where(_like(valid, x), _take(x, order), 0), tokens)
+    ids = jnp.where(valid, jnp.take_along_axis(segment_ids, order, 1), -1)
+    document, position = _documents(ids)
+    first = (document == 0) & continued
+
+    ends = (position + 1) % chunk == 0
+    room = (new + (chunk - 1 if buffer is not None else 0)) // chunk
+    if spec.order == "update_then_apply":
+        ends |= jnp.diff(document, axis=1, append=document[:, -1:] + 1) != 0
+        room = new
+    ends &= valid
+    slot_of = jnp.cumsum(ends, 1) - ends  # the slot of each token's own chunk
+    end, exists = _positions(ends, room)
+    last = jnp.take_along_axis(position, end, 1)
+    length = jnp.where(exists, last % chunk + 1, 0)
+    begin = end - last % chunk
+
+    window = jnp.arange(chunk)
+    reads = (begin if spec.order == "update_then_apply" else end + 1)[..., None] + window
+    updates = begin[..., None] + window
+    mask = window < length[..., None]
+    slots = None
+    if room:
+        flat = [jnp.clip(x, 0, time - 1).reshape(batch, -1) for x in (reads, updates)]
+        picked = jax.tree.map(lambda x: _take(x, flat[1]), tokens)
+        picked = picked._replace(q=_take(tokens.q, flat[0]))
+        slots = stack_slots(spec, picked, chunk, mask.reshape(batch, 1, -1, 1))
+        fresh = (last // chunk == 0) & ~jnp.take_along_axis(first, end, 1)
+        slots = slots._replace(valid=exists.T, fresh=fresh.T)
+
+    reader = slot_of if spec.order == "update_then_apply" else slot_of - 1
+    has_slot = valid & ((position >= chunk) | (spec.order == "update_then_apply"))
+    source = jnp.where(has_slot, time + reader * chunk + position % chunk, jnp.arange(time))
+
+    def collect(base, outputs):
+        parts = [jnp.zeros_like(outputs[0, :, :, :1]).repeat(time, 2) if base is None else base]
+        parts += [] if outputs is None else [_unfold(outputs)]
+        everything = jnp.where(_like(valid, parts[0]), _take(jnp.concatenate(parts, 2), source), 0)
+        return _take(everything, place)[:, :, time - new :]
+
+    restart = kept = None
+    if spec.order == "apply_then_update":
+        total = jnp.sum(valid, 1)
+        tail = jnp.maximum(total - 1, 0)[:, None]
+        length = jnp.where(total > 0, jnp.take_along_axis(position, tail, 1)[:, 0] + 1, 0)
+        restart = (length < chunk) & (length > 0) & ~jnp.take_along_axis(first, tail, 1)[:, 0]
+        index = jnp.clip((total - length % chunk)[:, None] + window[: chunk - 1], 0, time - 1)
+        unfinished = jax.tree.map(lambda x: _take(x, index), tokens)
+        kept = pack_buffer(unfinished, chunk, length % chunk)
+    base = None if spec.order == "update_then_apply" else tokens.q
+    return Chunks(slots, room, base, first, collect, kept, restart)
+
+
+def stack_slots(spec: InnerLoop, tokens: Tokens, chunk: int, mask: jax.Array | None) -> Slot:
+    """Stacks chunks of ``tokens`` (``n * chunk`` of them; those outside ``mask`` do not count)."""
+    batch, heads, time, _ = tokens.k.shape
+    wide = jnp.promote_types(tokens.k.dtype, jnp.float32)
+    full = (batch, heads, time, 1)
+    present = _fold(jnp.broadcast_to(jnp.ones((), wide) if mask is None else mask, full), chunk)
+    present = present.astype(wide)
+    number = jnp.sum(present, 3, keepdims=True)  # [n, batch, heads, 1, 1]
+
+    def chunk_mean(gate, tokens_gate):
+        if gate is None:
+            return None
+        if gate != "per_token":
+            return jnp.full(number.shape, gate, wide)
+        values = _fold(tokens_gate.astype(wide), chunk)
+        return (jnp.sum(values * present, 3, keepdims=True) / jnp.maximum(number, 1)).mT
+
+    def rate_of(index):
+        if spec.rate == "per_token":
+            lr = tokens.lr[:, :, :, min(index, tokens.lr.shape[3] - 1)]
+            rate = _fold(lr if lr.ndim == 4 else lr[..., None], chunk)
+            return rate if mask is None else rate * present
+        constant = spec.rate[index] if isinstance(spec.rate, tuple) else spec.rate
+        return None if constant == 1 and mask is None else constant * present
+
+    return Slot(
+        q=_fold(tokens.q, chunk),
+        k=_fold(tokens.k, chunk),
+        v=_fold(tokens.v, chunk),
+        rates={name: rate_of(index) for index, name in enumerate(spec.trained)},
+        count=jnp.maximum(number[:, :, 0, 0, 0], 1),
+        momentum=chunk_mean(spec.momentum, tokens.momentum),
+        forget=chunk_mean(spec.forget, tokens.forget),
+        valid=None,
+        fresh=None,
+    )
+
+
+def pack_buffer(tokens: Tokens, chunk: int, count: jax.Array) -> Buffer | None:
+    """Room for ``chunk - 1`` tokens, zeros after the first ``count``; ``None`` where none is used."""
+    if chunk == 1:
+        return None
+    padded = _pad(tokens, chunk - 1)
+    used = jnp.arange(chunk - 1) < count[:, None]
+    wide = jax.tree.map(
+        lambda x: jnp.where(_like(used, x), x, 0).astype(jnp.promote_types(x.dtype, jnp.float32)),
+        padded,
+    )
+    return Buffer(wide.k, wide.v, wide.lr, wide.momentum, wide.forget, count.astype(jnp.int32))
+
+
+def _prepend(
+    tokens: Tokens, segment_ids: jax.Array, buffer: Buffer
+) -> tuple[Tokens, jax.Array]:
+    """The carried tokens in front of the new ones; unused room is padding."""
+    room = buffer.k.shape[2]
+    real = segment_ids >= 0
+    head = jnp.take_along_axis(segment_ids, jnp.argmax(real, 1)[:, None], 1)
+    head = jnp.maximum(head, 0)  # a row of padding alone still holds its carried tokens
+    carried = jnp.where(jnp.arange(room) < buffer.count[:, None], head, -1)
+    old = Tokens(
+        jnp.zeros((*buffer.k.shape[:3], tokens.q.shape[3]), tokens.q.dtype), *buffer[:5]
+    )
+    joined = jax.tree.map(lambda a, b: jnp.concatenate([a.astype(b.dtype), b], 2), old, tokens)
+    return joined, jnp.concatenate([carried, segment_ids], 1)
+
+
+def _squeeze(segment_ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Order that puts padding last, its inverse, and which places then hold a token."""
+    padding = segment_ids < 0
+    order = jnp.argsort(padding, axis=1, stable=True)
+    place = jnp.argsort(order, axis=1)
+    valid = jnp.arange(segment_ids.shape[1]) < jnp.sum(~padding, 1, keepdims=True)
+    return order, place, valid
+
+
+def _documents(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Index of each token's document in its row, and its position in that document."""
+    index = jnp.arange(ids.shape[1])
+    starts = jnp.concatenate([jnp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], 1)
+    begin = jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
+    return jnp.cumsum(starts, 1) - 1, index - begin
+
+
+def _positions(marks: jax.Array, room: int) -> tuple[jax.Array, jax.Array]:
+    """Where the first ``room`` true entries of each row are (0 where there are fewer), and if."""
+    rows = jnp.arange(marks.shape[0])[:, None]
+    rank = jnp.where(marks, jnp.cumsum(marks, 1) - 1, room)
+    index = jnp.broadcast_to(jnp.arange(marks.shape[1]), marks.shape)
+    where = jnp.zeros((marks.shape[0], room), index.dtype).at[rows, rank].set(index, mode="drop")
+    return where, jnp.arange(room) < jnp.sum(marks, 1, keepdims=True)
+
+
+def _take(x: jax.Array, index: jax.Array) -> jax.Array:
+    """``x[b, :, index[b]]`` for tokens on axis 2; ``index`` is ``[batch, tokens]``."""
+    return jnp.take_along_axis(x, index.reshape(index.shape[0], 1, -1, *(1,) * (x.ndim - 3)), 2)
+
+
+def _like(mask: jax.Array, x: jax.Array) -> jax.Array:
+    """``[batch, time]`` reshaped to broadcast against tokens ``[batch, heads, time, ...]``."""
+    return mask.reshape(mask.shape[0], 1, mask.shape[1], *(1,) * (x.ndim - 3))
+
+
+def _pad(tokens, time: int):
+    """Zeros after the last token, up to ``time`` tokens, in every array of a pytree."""
+
+    def pad(x):
+        return jnp.pad(x, [(0, time - x.shape[2] if axis == 2 else 0) for axis in range(x.ndim)])
+
+    return jax.tree.map(pad, tokens)
+
+
+def _fold(x: jax.Array, chunk: int) -> jax.Array:
+    """``[batch, heads, n * chunk, ...]`` to ``[n, batch, heads, chunk, ...]``."""
+    return jnp.moveaxis(x.reshape(*x.shape[:2], -1, chunk, *x.shape[3:]), 2, 0)
+
+
+def _unfold(x: jax.Array) -> jax.Array:
+    """The inverse of ``_fold``."""
+    x = jnp.moveaxis(x, 0, 2)
+    return x.reshape(*x.shape[:2], -1, *x.shape[4:])

@@ -1,0 +1,163 @@
+"""One update of the fast weights from one chunk, as pure functions on pytrees.
+
+The lines of ``spec.InnerLoop``'s table, each a small function. Token arrays are head-major,
+``[batch, heads, tokens, channels]``; weights are ``[batch, heads, in, out]``.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from ttt_kernels.newton_schulz import newton_schulz
+
+from ttt_jax.inner_loop.fast_nets import Weights
+from ttt_jax.inner_loop.spec import InnerLoop, WeightNorm
+
+
+class Buffer(NamedTuple):
+    """The tokens of the unfinished chunk, ``count`` of them at the front of each row.
+
+    ``None`` where the specification does not use a field.
+    """
+
+    k: jax.Array  # [batch, heads, room, key_dim]
+    v: jax.Array  # [batch, heads, room, value_dim]
+    lr: jax.Array | None  # [batch, heads, room, R] or [batch, heads, room, R, channels]
+    momentum: jax.Array | None  # [batch, heads, room, 1]
+    forget: jax.Array | None  # [batch, heads, room, 1 or key_dim]
+    count: jax.Array  # [batch], int32
+
+
+class State(NamedTuple):
+    """All that an inner loop carries from token to token; float32 (float64 in float64)."""
+
+    weights: dict[str, jax.Array]  # the trained matrices in use, [batch, heads, in, out]
+    main: dict[str, jax.Array] | None  # un-normalised copies (weight_norm form "pre")
+    momentum: dict[str, jax.Array] | None  # M, [batch, heads, in, out]
+    norms: dict[str, jax.Array] | None  # targets of the weight norm, [batch, heads, 1, out]
+    buffer: Buffer | None  # the unfinished chunk (order "apply_then_update")
+
+
+class Slot(NamedTuple):
+    """What one update reads and where its weights are applied next. ``None``: not used.
+
+    In a stack of slots every field has a leading axis of slots.
+    """
+
+    q: jax.Array  # [batch, heads, reads, key_dim]
+    k: jax.Array  # [batch, heads, tokens, key_dim]
+    v: jax.Array  # [batch, heads, tokens, value_dim]
+    rates: dict[str, jax.Array | None]  # [batch, heads, tokens, 1 or in]
+    count: jax.Array  # [batch] tokens in the chunk, the compute dtype of the state
+    momentum: jax.Array | None  # [batch, heads, 1, 1], the chunk's mean
+    forget: jax.Array | None  # [batch, heads, 1 or in, 1], the chunk's mean
+    valid: jax.Array | None  # [batch] bool: the slot holds a chunk
+    fresh: jax.Array | None  # [batch] bool: the chunk is the first of its document
+
+
+def initial_state(spec: InnerLoop, weights: Weights, batch: int) -> State:
+    """The state before the first token, without a buffer.
+
+    Args:
+      spec: the inner loop.
+      weights: name to ``[heads, in, out]`` or ``[batch, heads, in, out]``.
+      batch: rows.
+
+    Returns:
+      A ``State``, each row a copy of ``weights``.
+    """
+    trained = {}
+    for name in spec.trained:
+        weight = weights[name]
+        wide = weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
+        trained[name] = jnp.broadcast_to(wide, (batch, *wide.shape[-3:]))
+    norms = main = momentum = None
+    if spec.weight_norm is not None:
+        norms = {name: _column_norm(weight) for name, weight in trained.items()}
+        if spec.weight_norm.detach:
+            norms = jax.lax.stop_gradient(norms)
+        if spec.weight_norm.form == "pre":
+            main = trained
+    if spec.momentum is not None:
+        momentum = {name: jnp.zeros_like(weight) for name, weight in trained.items()}
+    return State(trained, main, momentum, norms, None)
+
+
+def apply(spec: InnerLoop, static: Weights, state: State, q: jax.Array) -> jax.Array:
+    """``f_θ(q)`` with the weights of ``state``: ``[batch, heads, tokens, value_dim]``."""
+    return spec.fast_net.apply({**static, **state.weights}, q)
+
+
+def update(spec: InnerLoop, static: Weights, state: State, slot: Slot, start: State) -> State:
+    """The state after one chunk.
+
+    Args:
+      spec: the inner loop.
+      static: the matrices that are not trained.
+      state: the state before the chunk.
+      slot: the chunk.
+      start: the state from which a new document starts.
+    """
+    if slot.fresh is not None:
+        state = select(slot.fresh, start, state)
+    new = state
+    for step in range(spec.steps):
+        new = _step(spec, static, new, slot, slot.forget if step == 0 else None)
+    return new if slot.valid is None else select(slot.valid, new, state)
+
+
+def _step(
+    spec: InnerLoop, static: Weights, state: State, slot: Slot, forget: jax.Array | None
+) -> State:
+    gradients = spec.fast_net.gradient(
+        {**static, **state.weights},
+        slot.k,
+        lambda prediction: spec.loss.cotangent(prediction, slot.v),
+        slot.rates,
+    )
+    if spec.loss.reduction == "mean":
+        gradients = {name: g / slot.count[:, None, None, None] for name, g in gradients.items()}
+    updates = gradients
+    if spec.momentum is not None:
+        updates = {name: slot.momentum * state.momentum[name] + gradients[name] for name in updates}
+    momentum = updates if spec.momentum is not None else None
+    updates = {name: shape_update(spec, u, slot.k.dtype) for name, u in updates.items()}
+    base = state.weights if state.main is None else state.main
+    if forget is not None:
+        base = {name: forget * weight for name, weight in base.items()}
+    moved = {name: base[name] + updates[name] for name in base}
+    weights, main = moved, None
+    if spec.weight_norm is not None:
+        weights = {n: normalise(spec.weight_norm, w, state.norms[n]) for n, w in moved.items()}
+        main = moved if spec.weight_norm.form == "pre" else None
+    return state._replace(weights=weights, main=main, momentum=momentum)
+
+
+def shape_update(spec: InnerLoop, update: jax.Array, token_dtype: jnp.dtype) -> jax.Array:
+    """What is added to the weights for an accumulated gradient: orthogonalised, with its sign."""
+    if spec.orthogonalise is not None:
+        muon = spec.orthogonalise
+        dtype = jnp.dtype(muon.dtype or token_dtype)
+        update = newton_schulz(update, muon.coefficients, eps=muon.eps, dtype=dtype)
+    return update if spec.direction == "ascent" else -update
+
+
+def normalise(norm: WeightNorm, weight: jax.Array, target: jax.Array) -> jax.Array:
+    """``W / (|W| + eps) · target``, column norms over the input axis."""
+    return weight / (_column_norm(weight) + norm.eps) * target
+
+
+def _column_norm(weight: jax.Array) -> jax.Array:
+    """``[..., 1, out]``, with gradient 0 (not NaN) where a column is zero."""
+    squares = jnp.sum(weight * weight, axis=-2, keepdims=True)
+    positive = squares > 0
+    return jnp.where(positive, jnp.sqrt(jnp.where(positive, squares, 1)), 0)
+
+
+def select(rows: jax.Array, chosen: State, other: State) -> State:
+    """Row by row, ``chosen`` where ``rows`` (``[batch]`` bool) is true, else ``other``."""
+
+    def pick(a, b):
+        return jnp.where(rows.reshape(rows.shape + (1,) * (a.ndim - rows.ndim)), a, b)
+
+    return jax.tree.map(pick, chosen, other)
