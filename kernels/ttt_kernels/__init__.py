@@ -1,0 +1,10 @@
+"""Kernels for linear attention and its relatives: JAX only, usable from any model.
+
+Each operation is one folder with one file a backend; the function exported here is its public
+face. Submodules are reached by `from ttt_kernels.<operation> import <module>`.
+"""
+
+from ttt_kernels.linear_attention import linear_attention
+from ttt_kernels.newton_schulz import newton_schulz
+
+__all__ = ["linear_attention", "newton_schulz"]
