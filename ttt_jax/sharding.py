@@ -5,7 +5,6 @@ alone decides which mesh axis each name is cut over, so a model's code does not 
 number of devices. The mesh has Auto axes: the compiler (GSPMD) places the collectives.
 """
 
-import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -14,8 +13,6 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-
-logger = logging.getLogger(__name__)
 
 MESH_AXES = ("data", "fsdp", "model")
 
@@ -46,8 +43,8 @@ def make_mesh(
     Raises:
       ValueError: the sizes do not multiply to the number of devices.
 
-    >>> make_mesh(devices=jax.devices()[:1]).shape
-    OrderedDict({'data': 1, 'fsdp': 1, 'model': 1})
+    >>> dict(make_mesh(devices=jax.devices()[:1]).shape)
+    {'data': 1, 'fsdp': 1, 'model': 1}
     """
     devices = jax.devices() if devices is None else devices
     sizes = [data, fsdp, model]
@@ -78,10 +75,10 @@ def partition_spec(names: AxisNames, shape: Sequence[int], mesh_shape: dict[str,
     Returns:
       The PartitionSpec, one entry per name.
 
-    >>> partition_spec(("vocab", "embed"), (512, 64), {"data": 2, "fsdp": 2, "model": 2})
-    PartitionSpec('model', 'fsdp')
-    >>> partition_spec(("vocab", "embed"), (259, 64), {"data": 2, "fsdp": 2, "model": 2})
-    PartitionSpec(None, 'fsdp')
+    >>> tuple(partition_spec(("vocab", "embed"), (512, 64), {"fsdp": 2, "model": 2}))
+    ('model', 'fsdp')
+    >>> tuple(partition_spec(("vocab", "embed"), (259, 64), {"fsdp": 2, "model": 2}))
+    (None, 'fsdp')
     """
     used: set[str] = set()
     entries: list[Any] = []
@@ -174,28 +171,24 @@ def param_shardings(names: Any, abstract: Any, mesh: Mesh) -> Any:
     )
 
 
-def like_params(tree: Any, params: Any, shardings: Any, mesh: Mesh) -> Any:
-    """Shards an optimizer's state: each leaf that mirrors a parameter is placed like it.
+def like_params(tree: Any, params: Any, mesh: Mesh) -> Any:
+    """Shards a training state: each leaf that mirrors a parameter is placed like it.
 
     A leaf mirrors a parameter if its path ends with the parameter's path and the shapes agree
-    (Adam's moments, Muon's momentum); every other leaf, such as a step count, is replicated.
+    (the parameter itself, Adam's moments, Muon's momentum); every other leaf, such as a step
+    count, is replicated.
 
     Args:
       tree: the state, arrays or `jax.ShapeDtypeStruct`s.
-      params: the parameters, likewise.
-      shardings: their NamedShardings, same structure.
+      params: the parameters, likewise, each with a sharding.
       mesh: the mesh.
 
     Returns:
       `tree` with a NamedSharding in place of each leaf.
     """
     replicated = NamedSharding(mesh, PartitionSpec())
-    by_path = {
-        path: (leaf.shape, sharding)
-        for (path, leaf), sharding in zip(
-            jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(shardings), strict=True
-        )
-    }
+    by_path = {path: (leaf.shape, leaf.sharding) for path, leaf in
+               jax.tree_util.tree_leaves_with_path(params)}  # fmt: skip
 
     def place(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         for start in range(len(path)):
@@ -213,8 +206,8 @@ def batch_sharding(mesh: Mesh, batch_size: int) -> NamedSharding:
     Raises:
       ValueError: the rows do not divide evenly over the devices that split them.
 
-    >>> batch_sharding(make_mesh(devices=jax.devices()[:1]), 4).spec
-    PartitionSpec(('data', 'fsdp'),)
+    >>> tuple(batch_sharding(make_mesh(devices=jax.devices()[:1]), 4).spec)
+    (('data', 'fsdp'),)
     """
     parts = mesh.shape["data"] * mesh.shape["fsdp"]
     if batch_size % parts:

@@ -1,0 +1,302 @@
+"""Checkpoints of a run: parameters, optimizer, data position, configuration.
+
+Layout of a workdir: ``config.json`` (the run's configuration), ``checkpoints/<step>/`` (Orbax),
+``broken/`` (checkpoints that could not be read, moved out of the way and never deleted). A
+checkpoint appears under its name only once it is complete, so a killed process leaves none half
+written; Orbax's API version 1 is used, and only here.
+"""
+
+import importlib.metadata
+import json
+import logging
+import os
+import pathlib
+import time
+from typing import Any
+
+import jax
+from flax import nnx
+from orbax.checkpoint import v1 as ocp
+
+from ttt_jax import config as config_lib
+from ttt_jax import models, sharding
+from ttt_jax.train_step import TrainState, abstract_params
+
+logger = logging.getLogger(__name__)
+
+# Fields that a resumed run may change: they do not touch the sequence of updates.
+FREE_FIELDS = ("mesh.", "data.num_workers", "train.log_every", "train.eval_every",
+               "train.eval_batches", "train.save_every", "train.keep", "train.profile_steps",
+               "train.max_nonfinite_steps")  # fmt: skip
+
+
+class CheckpointError(RuntimeError):
+    """A workdir cannot be used, or none of its checkpoints can be read."""
+
+
+def read_config(workdir: str | os.PathLike[str]) -> Any:
+    """Returns the configuration of the run in `workdir`, or None where there is no run.
+
+    Raises:
+      CheckpointError: config.json is there and cannot be read.
+    """
+    path = pathlib.Path(workdir) / "config.json"
+    try:
+        return config_lib.from_json(path.read_text()) if path.exists() else None
+    except (OSError, ValueError, ImportError) as error:
+        raise CheckpointError(f"{path} cannot be read as a configuration: {error}") from error
+
+
+def check_workdir(workdir: str | os.PathLike[str], config: Any) -> None:
+    """Checks that a run of `config` may start or go on in `workdir`; creates the folder.
+
+    Raises:
+      CheckpointError: the folder cannot be written to, or holds a run of another configuration.
+    """
+    folder = pathlib.Path(workdir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".writable-{os.getpid()}"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise CheckpointError(
+            f"workdir={str(workdir)!r} cannot be written to ({error}); give another --workdir"
+        ) from error
+    found = read_config(workdir)
+    if found is None:
+        return
+    changed = config_lib.differences(config, found)
+    if any(name == "train.steps" for name, _, _ in changed):
+        logger.warning(
+            "train.steps is %d here and %d in %s: the learning-rate schedule is that of the new "
+            "length from now on", config.train.steps, found.train.steps, folder,
+        )  # fmt: skip
+    free = (*FREE_FIELDS, "train.steps")
+    wrong = [change for change in changed if not change[0].startswith(free)]
+    if wrong:
+        listed = "; ".join(f"{name} is {theirs!r} there, {ours!r} here"
+                           for name, ours, theirs in wrong)  # fmt: skip
+        raise CheckpointError(
+            f"workdir={str(workdir)!r} holds a run with another configuration ({listed}); give "
+            "another --workdir, or the flags that it was started with"
+        )
+
+
+def write_config(workdir: str | os.PathLike[str], config: Any) -> None:
+    """Writes config.json, in one piece or not at all."""
+    path = pathlib.Path(workdir) / "config.json"
+    draft = path.with_suffix(".tmp")
+    draft.write_text(config_lib.to_json(config))
+    draft.replace(path)
+
+
+class Checkpoints:
+    """The checkpoints of one workdir.
+
+    Example (a run):
+
+        checkpoints = Checkpoints(workdir, keep=3)
+        restored = checkpoints.restore(trainee.abstract, iterator)     # None: start afresh
+        checkpoints.save(step, state, iterator, config)                # returns at once
+        checkpoints.close()                                            # waits; raises on failure
+    """
+
+    def __init__(self, workdir: str | os.PathLike[str], keep: int | None = None):
+        """Opens the checkpoints of `workdir`.
+
+        Args:
+          workdir: the run's folder.
+          keep: newest checkpoints to keep when saving; None keeps all.
+        """
+        self._folder = pathlib.Path(workdir).resolve() / "checkpoints"
+        self._keep = keep
+        self._pending: Any = None
+        self._checkpointer = self._open()
+
+    def _open(self) -> ocp.training.Checkpointer:
+        policies = ocp.training.preservation_policies
+        policy = policies.PreserveAll() if self._keep is None else policies.LatestN(self._keep)
+        # Only a writer may clear what a killed writer left behind.
+        return ocp.training.Checkpointer(
+            self._folder, preservation_policy=policy, cleanup_tmp_directories=self._keep is not None
+        )
+
+    def steps(self) -> list[int]:
+        """Returns the steps that have a checkpoint, in rising order."""
+        return [checkpoint.step for checkpoint in self._checkpointer.checkpoints]
+
+    def save(self, step: int, state: TrainState, data: Any, config: Any) -> None:
+        """Starts to write a checkpoint and returns; waits for the one before it.
+
+        Args:
+          step: its name; not there yet.
+          state: the state after `step` steps. It may be donated as soon as this returns.
+          data: the iterator that yields the next step's batch, with get_state and set_state.
+          config: the run's configuration.
+
+        Raises:
+          CheckpointError: this or the previous checkpoint could not be written.
+        """
+        self.wait()
+        metadata = {
+            "config": config_lib.to_dict(config),
+            "leaves": _leaf_table(state),
+            "versions": {name: importlib.metadata.version(name) for name in
+                         ("jax", "flax", "optax", "orbax-checkpoint", "grain")},
+        }  # fmt: skip
+        parts = {"params": state.params, "rest": state._replace(params={}), "data": data}
+        try:
+            self._pending = self._checkpointer.save_checkpointables_async(
+                step, parts, force=True, custom_metadata=metadata
+            )
+        except Exception as error:
+            raise CheckpointError(f"checkpoint {step} in {self._folder}: {error}") from error
+        if self._pending is None:
+            raise CheckpointError(f"checkpoint {step} in {self._folder} was refused by Orbax")
+
+    def wait(self) -> None:
+        """Waits until the last `save` is on disk. Raises CheckpointError if it failed."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            pending.result()
+        except Exception as error:
+            raise CheckpointError(f"a checkpoint in {self._folder} failed: {error}") from error
+
+    def close(self) -> None:
+        """Waits for the last `save` and gives the folder free. Raises CheckpointError."""
+        try:
+            self.wait()
+        finally:
+            self._checkpointer.close()
+
+    def restore(self, abstract: TrainState, data: Any) -> TrainState | None:
+        """Reads the newest checkpoint that is whole, and moves `data` to its position.
+
+        A checkpoint that cannot be read is moved to ``broken/`` with a warning, and the one
+        before it is tried.
+
+        Args:
+          abstract: the state's shapes, dtypes and shardings; the mesh may be another one than
+            that of the checkpoint.
+          data: an iterator like the one saved; its position changes.
+
+        Returns:
+          The state, or None if there is no checkpoint at all.
+
+        Raises:
+          ValueError: a leaf has another shape or dtype in the checkpoint; the message names it.
+          CheckpointError: there are checkpoints and none can be read.
+        """
+        steps = self.steps()
+        for step in reversed(steps):
+            parts = {"params": abstract.params, "rest": abstract._replace(params={}), "data": data}
+            found = self._try_load(step, parts, abstract)
+            if found is not None:
+                return found["rest"]._replace(params=found["params"])
+            self._set_aside(step)
+        if steps:
+            raise CheckpointError(f"none of the checkpoints {steps} in {self._folder} can be read")
+        return None
+
+    def restore_params(self, params: Any, step: int | None = None) -> tuple[Any, int]:
+        """Reads the parameters alone, of one step or of the newest whole checkpoint.
+
+        Args:
+          params: shapes, dtypes and shardings of the parameters.
+          step: the checkpoint's step; None takes the newest that can be read.
+
+        Returns:
+          (parameters, step).
+
+        Raises:
+          ValueError: a leaf has another shape or dtype in the checkpoint.
+          CheckpointError: there is no such checkpoint, or it cannot be read.
+        """
+        steps = self.steps()
+        if step is not None and step not in steps:
+            raise CheckpointError(f"step={step}: {self._folder} holds the steps {steps}")
+        for candidate in reversed(steps) if step is None else [step]:
+            found = self._try_load(candidate, {"params": params}, {"params": params})
+            if found is not None:
+                return found["params"], candidate
+        raise CheckpointError(f"{self._folder} holds no readable checkpoint (steps {steps})")
+
+    def _try_load(self, step: int, parts: dict[str, Any], abstract: Any) -> dict[str, Any] | None:
+        """Loads `parts` of a step; None with a warning if the files cannot be read."""
+        path = self._folder / str(step)
+        try:
+            saved = self._saved_leaves(path)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.warning("checkpoint %s is not whole and is passed over: %s", path, error)
+            return None
+        _check_leaves(saved, _leaf_table(abstract), path)
+        try:
+            return self._checkpointer.load_checkpointables(step, parts)
+        except Exception as error:  # Orbax raises many kinds for a file that is missing or cut
+            cause = str(error).splitlines()[0][:300]
+            logger.warning("checkpoint %s is not whole and is passed over: %s", path, cause)
+            return None
+
+    @staticmethod
+    def _saved_leaves(path: pathlib.Path) -> dict[str, list[Any]]:
+        """Reads the table of leaves of one checkpoint from its metadata file."""
+        return json.loads((path / "_CHECKPOINT_METADATA").read_text())["custom_metadata"]["leaves"]
+
+    def _set_aside(self, step: int) -> None:
+        """Moves an unreadable checkpoint out of the way, so that it is not counted as kept."""
+        target = self._folder.parent / "broken" / f"{step}-{time.time_ns()}"
+        target.parent.mkdir(exist_ok=True)
+        (self._folder / str(step)).rename(target)
+        logger.warning("checkpoint %d was moved to %s", step, target)
+        self._checkpointer.close()
+        self._checkpointer = self._open()
+
+
+def load_model(
+    workdir: str | os.PathLike[str], step: int | None = None
+) -> tuple[Any, nnx.Module, int]:
+    """Loads a trained model for evaluation or generation, on the mesh `MeshConfig()`.
+
+    Args:
+      workdir: the run's folder.
+      step: the checkpoint's step; None takes the newest that can be read.
+
+    Returns:
+      (the run's configuration, the model with its parameters, the step).
+
+    Raises:
+      CheckpointError: there is no run, or no readable checkpoint, in `workdir`.
+    """
+    config = read_config(workdir)
+    if config is None:
+        raise CheckpointError(f"workdir={str(workdir)!r} holds no run: config.json is missing")
+    graphdef, shapes, _ = abstract_params(config.model, sharding.make_mesh(), models.build)
+    checkpoints = Checkpoints(workdir)
+    try:
+        params, step = checkpoints.restore_params(shapes, step)
+    finally:
+        checkpoints.close()
+    return config, nnx.merge(graphdef, params), step
+
+
+def _leaf_table(tree: Any) -> dict[str, list[Any]]:
+    """Maps the path of each leaf to [shape, dtype]."""
+    tree = tree._asdict() if isinstance(tree, TrainState) else tree
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): [list(x.shape), str(x.dtype)]
+        for path, x in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def _check_leaves(saved: dict[str, Any], wanted: dict[str, Any], path: pathlib.Path) -> None:
+    """Raises ValueError naming the first leaf whose shape or dtype differs or that is missing."""
+    for name, want in wanted.items():
+        have = saved.get(name)
+        if have != want:
+            raise ValueError(
+                f"checkpoint {path}: {name} is {have or 'missing'} there and {want} in this run "
+                "(shape, dtype); resume with the configuration that wrote it"
+            )
