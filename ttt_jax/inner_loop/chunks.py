@@ -132,7 +132,7 @@ def _gathered(
         picked = jax.tree.map(lambda x: _take(x, flat[1]), tokens)
         picked = picked._replace(q=_take(tokens.q, flat[0]))
         slots = stack_slots(spec, picked, chunk, mask.reshape(batch, 1, -1, 1))
-        fresh = (last // chunk == 0) & ~jnp.take_along_axis(first, end, 1)
+        fresh = exists & (last // chunk == 0) & ~jnp.take_along_axis(first, end, 1)
         slots = slots._replace(valid=exists.T, fresh=fresh.T)
 
     reader = slot_of if spec.order == "update_then_apply" else slot_of - 1

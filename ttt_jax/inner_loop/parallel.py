@@ -104,7 +104,7 @@ def _all_states(
     forget = _at_steps(spec, slots.forget, valid, fresh, first_only=True)
     if fresh is not None:  # a document starts from the initial weights, forgotten once
         gate = 1 if slots.forget is None else slots.forget
-        entry = jnp.where(fresh & (True if valid is None else valid), gate * start.weights[name], 0)
+        entry = jnp.where(fresh, gate * start.weights[name], 0)
         moved = moved.at[:: spec.steps].add(entry)
     states = prefix(forget, moved, initial.weights[name], implementation)
     last = slice(spec.steps - 1, None, spec.steps)

@@ -10,8 +10,10 @@ def newton_schulz(
     """The iteration of ``api.newton_schulz``; ``[..., rows, columns]`` in and out.
 
     Every product accumulates in float32 (or float64) and is rounded to ``dtype``: on a GPU,
-    float32 intermediates double the time and buy nothing that the bfloat16 inputs still hold.
+    float32 products double the time. Sums and the coefficients stay in float32: rounded to
+    bfloat16, 3.4445 would be 3.4375, which the iterations amplify to errors of 5 %.
     """
+    wide = jnp.promote_types(dtype, jnp.float32)
     y = x.astype(dtype)
     tall = y.shape[-2] > y.shape[-1]
     if tall:  # X Xᵀ is the smaller product when rows <= columns
@@ -19,7 +21,10 @@ def newton_schulz(
     y = y / (_frobenius_norm(y) + jnp.asarray(eps, dtype))
     for a, b, c in coefficients:
         gram = y @ y.mT
-        y = a * y + (b * gram + (c * gram) @ gram) @ y
+        gram_wide = gram.astype(wide)
+        square = (c * gram_wide).astype(dtype) @ gram
+        polynomial = (b * gram_wide + square.astype(wide)).astype(dtype)
+        y = (a * y.astype(wide) + (polynomial @ y).astype(wide)).astype(dtype)
     return (y.mT if tall else y).astype(x.dtype)
 
 
