@@ -1,0 +1,159 @@
+"""Recurrent = parallel = the independent reference, values and every gradient."""
+
+import dataclasses
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ttt_jax
+from tests.inner_loop import cases, reference
+from tests.tolerances import assert_close, tolerance
+from ttt_jax import NewtonSchulz, WeightNorm, fast_nets, losses, presets
+
+FLOAT64 = 1e-12  # relative, as promised for float64
+FLOAT32 = 1e-5
+
+SPECS = {f"lact_v{n}": presets.lact_llm(n, chunk_size=16) for n in range(7)}
+SPECS["linear_attention"] = presets.linear_attention()
+SPECS["forget_steps"] = dataclasses.replace(SPECS["lact_v3"], forget="per_token", steps=2)
+SPECS["inclusive_mean"] = dataclasses.replace(
+    SPECS["lact_v2"],
+    order="update_then_apply",
+    loss=losses.DotProduct(scale=0.3, reduction="mean"),
+    rate=0.7,
+    momentum=0.6,
+)
+
+
+def _segments(time):
+    """Two packings: documents of many lengths with padding, and one document."""
+    first = np.repeat(np.arange(6), [1, 5, 17, 20, 3, time])[:time]
+    first[min(9, time - 1)] = -1 if time > 9 else first[-1]
+    return jnp.asarray(np.stack([first, np.full(time, 4)]), jnp.int32)
+
+
+def _compare(spec, time, packed, carried, dtype, limit):
+    with jax.enable_x64(dtype == "float64"):
+        weights, tokens = cases.arguments(spec, time=time, dtype=dtype)
+        ids = _segments(time) if packed else None
+        state = None
+        if carried:
+            _, before = cases.arguments(spec, time=21, dtype=dtype, seed=1)
+            _, state = cases.run(spec, weights, before)
+        expected = cases.gradients(spec, weights, tokens, ids, state)
+        for implementation in ("associative_scan", "triangular"):
+            found = cases.gradients(spec, weights, tokens, ids, state, "parallel", implementation)
+            for (name, a), (_, b) in zip(
+                cases.named_leaves(found), cases.named_leaves(expected), strict=True
+            ):
+                assert_close(a, b, limit, f"{implementation}{name}")
+
+
+PARALLEL = [name for name, spec in SPECS.items() if ttt_jax.explain(spec).parallel]
+
+
+@pytest.mark.parametrize(
+    "name,time,chunk,packed,carried",
+    [
+        ("lact_v2", 65, 16, True, False),
+        ("lact_v3", 1, 16, False, True),
+        ("lact_v4", 63, 64, True, True),
+        ("lact_v5", 64, 16, False, False),
+        ("lact_v6", 7, 16, True, True),
+        ("lact_v6", 200, 64, False, True),
+        ("forget_steps", 65, 16, True, True),
+        ("inclusive_mean", 35, 16, False, False),
+        ("linear_attention", 7, 1, True, True),
+    ],
+)
+def test_parallel_is_recurrent(name, time, chunk, packed, carried):
+    spec = dataclasses.replace(SPECS[name], chunk_size=chunk)
+    _compare(spec, time, packed, carried, "float64", FLOAT64)
+
+
+@pytest.mark.parametrize("name", ["lact_v2", "lact_v6"])
+def test_parallel_is_recurrent_in_float32(name):
+    _compare(SPECS[name], 65, True, True, "float32", FLOAT32)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("carried", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("chunk", [16, 64])
+@pytest.mark.parametrize("time", [1, 7, 63, 64, 65, 200])
+@pytest.mark.parametrize("name", [f"lact_v{n}" for n in range(2, 7)])
+def test_parallel_is_recurrent_everywhere(name, time, chunk, packed, carried, dtype):
+    spec = dataclasses.replace(SPECS[name], chunk_size=chunk)
+    _compare(spec, time, packed, carried, dtype, FLOAT64 if dtype == "float64" else FLOAT32)
+
+
+@st.composite
+def _specs(draw):
+    swiglu = draw(st.booleans())
+    norm = draw(st.sampled_from([None, WeightNorm(), WeightNorm(form="pre")]))
+    order = draw(st.sampled_from(["apply_then_update", "update_then_apply"]))
+    return ttt_jax.InnerLoop(
+        fast_net=fast_nets.SwiGLU() if swiglu else fast_nets.Linear(),
+        loss=draw(st.sampled_from([losses.DotProduct(), losses.Squared(scale=0.5)])),
+        update=draw(st.sampled_from(["all", "last_layer"])),
+        steps=draw(st.integers(1, 2)),
+        direction=draw(st.sampled_from(["descent", "ascent"])),
+        query=draw(st.sampled_from(["query", "key"])),
+        chunk_size=draw(st.integers(1, 5)),
+        order=order,
+        rate=draw(st.sampled_from(["per_token", 0.3])),
+        momentum=draw(st.sampled_from([None, 0.5, "per_token"])),
+        orthogonalise=draw(st.sampled_from([None, NewtonSchulz()])),
+        weight_norm=norm,
+        forget=draw(st.sampled_from([None, 0.9, "per_token"])),
+    )
+
+
+@hypothesis.given(spec=_specs(), time=st.integers(1, 9), packed=st.booleans())
+@hypothesis.settings(max_examples=20, deadline=None, derandomize=True)
+def test_recurrent_is_the_reference(spec, time, packed):
+    with jax.enable_x64(True):
+        weights, tokens = cases.arguments(spec, time=time, batch=1, dim=3, value_dim=4)
+        ids = None
+        if packed:
+            ids = jnp.asarray([([0] * 3 + [1] * 4 + [-1] + [2] * 9)[:time]], jnp.int32)
+        out, state = cases.run(spec, weights, tokens, ids)
+        arrays = {n: np.asarray(x) for n, x in tokens.items()}
+        numpy_weights = {n: np.asarray(w) for n, w in weights.items()}
+        expected, final = reference.run(spec, numpy_weights, **arrays, segment_ids=ids)
+        assert_close(out, expected, 1e-9, "out")
+        for name, weight in final.items():
+            assert_close(state.weights[name], weight, 1e-9, name)
+
+
+@pytest.mark.parametrize("name", ["lact_v0", "lact_v3", "linear_attention"])
+def test_bfloat16_keeps_a_float32_state(name):
+    """The same inputs, rounded to bfloat16: the output follows and the state stays float32."""
+    spec = SPECS[name]
+    weights, tokens = cases.arguments(spec, time=40, dtype="float32")
+    rounded = {n: x.astype(jnp.bfloat16) for n, x in tokens.items()}
+    out, state = cases.run(spec, weights, rounded, mode="auto")
+    back = {n: x.astype(jnp.float32) for n, x in rounded.items()}
+    expected, wide_state = cases.run(spec, weights, back, mode="auto")
+    assert out.dtype == jnp.bfloat16
+    assert all(x.dtype == jnp.float32 for _, x in cases.named_leaves(state))
+    assert jax.tree.structure(state) == jax.tree.structure(wide_state)
+    error = np.linalg.norm(np.asarray(out, np.float64) - np.asarray(expected))
+    assert error / np.linalg.norm(np.asarray(expected)) <= tolerance(jnp.bfloat16) / 4
+
+
+def test_memory_of_training_grows_with_the_chunks():
+    """Twice the tokens, twice the memory: nothing of size time² and no state a token."""
+    for mode in ("recurrent", "parallel"):
+        sizes = []
+        for time in (512, 1024):
+            spec = presets.lact_llm(2, chunk_size=64)
+            weights, tokens = cases.arguments(spec, time=time, batch=1, dtype="float32")
+            lowered = cases.gradients.lower(spec, weights, tokens, mode=mode)
+            sizes.append(lowered.compile().memory_analysis().temp_size_in_bytes)
+        assert sizes[1] <= 2.2 * sizes[0], (mode, sizes)

@@ -1,0 +1,176 @@
+"""Fast networks, losses and updates one by one: closed forms, zeros, and errors that help."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ttt_kernels.newton_schulz import LACT_COEFFICIENTS, newton_schulz
+
+import ttt_jax
+from tests.inner_loop import cases
+from tests.tolerances import assert_close
+from ttt_jax import InnerLoop, NewtonSchulz, Span, WeightNorm, fast_nets, losses, presets
+
+
+@pytest.mark.parametrize("loss", [losses.DotProduct(scale=0.3), losses.Squared(scale=2.0)])
+@pytest.mark.parametrize("net", [fast_nets.Linear(), fast_nets.SwiGLU()])
+def test_closed_form_gradient_is_autodiff(net, loss):
+    """The written gradients against ``jax.grad`` of the loss, with a rate for each token."""
+    with jax.enable_x64(True):
+        spec = InnerLoop(fast_net=net, loss=loss, rate="per_token")
+        weights, tokens = cases.arguments(spec, time=5, batch=1)
+        weights = {n: w[None] for n, w in weights.items()}
+        k, v = (jnp.swapaxes(tokens[n], 1, 2) for n in "kv")
+        rates = {n: jnp.swapaxes(tokens["lr"], 1, 2)[..., i : i + 1] for i, n in enumerate(weights)}
+        found = net.gradient(weights, k, lambda f: loss.cotangent(f, v), rates)
+        for n, rate in rates.items():
+
+            def total(w, n=n, rate=rate):
+                return jnp.sum(rate[..., 0] * loss.value(net.apply({**weights, n: w}, k), v))
+
+            assert_close(found[n], jax.grad(total)(weights[n]), 1e-12, n)
+
+
+def test_own_network_and_loss_by_autodiff():
+    """A network given by ``apply`` alone runs, and equals the built-in one it imitates."""
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Mine(fast_nets.FastNet):
+        names = ("w0", "w1", "w2")
+
+        def shapes(self, key_dim, value_dim, hidden_dim):
+            return fast_nets.SwiGLU().shapes(key_dim, value_dim, hidden_dim)
+
+        def apply(self, weights, x):
+            return fast_nets.SwiGLU().apply(weights, x)
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Half(losses.Loss):
+        def value(self, prediction, target):
+            return jnp.sum((prediction - target) ** 2, -1) / 2
+
+    with jax.enable_x64(True):
+        mine = InnerLoop(fast_net=Mine(), loss=Half(), rate="per_token", chunk_size=3)
+        built_in = dataclasses.replace(mine, fast_net=fast_nets.SwiGLU(), loss=losses.Squared())
+        weights, tokens = cases.arguments(built_in, time=8)
+        out, _ = cases.run(mine, weights, tokens)
+        expected, _ = cases.run(built_in, weights, tokens)
+        assert_close(out, expected, 1e-12)
+        assert not ttt_jax.explain(mine).reducible
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("variant", [0, 2, 5])
+def test_zeros_have_finite_gradients(variant, dtype):
+    """A zero token, a zero chunk, zero rates and zero weights: nothing becomes NaN."""
+    spec = presets.lact_llm(variant, chunk_size=4)
+    weights, tokens = cases.arguments(spec, time=12, dtype="float32")
+    tokens = {n: x.at[:, 2:9].set(0).astype(dtype) for n, x in tokens.items()}
+    tokens = {n: x * 0 if n == "lr" else x for n, x in tokens.items()}
+    weights = {n: w.at[0].set(0) for n, w in weights.items()}
+    for name, x in cases.named_leaves(cases.gradients(spec, weights, tokens, mode="auto")):
+        assert np.all(np.isfinite(np.asarray(x, np.float32))), name
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e8])
+@pytest.mark.parametrize("shape", [(2, 3, 16, 64), (64, 16), (32, 32)])
+def test_newton_schulz_orthogonalises(shape, scale):
+    x = scale * jax.random.normal(jax.random.key(0), shape)
+    values = np.linalg.svd(np.asarray(newton_schulz(x, LACT_COEFFICIENTS)), compute_uv=False)
+    assert 0.6 < values.min() and values.max() < 1.3
+    rounded = newton_schulz(x, LACT_COEFFICIENTS, dtype=jnp.bfloat16)
+    close = np.linalg.svd(np.asarray(rounded, np.float32), compute_uv=False)
+    assert np.max(np.abs(close - values)) < 0.05
+
+
+def test_newton_schulz_gradient_at_zero_and_rank_one():
+    for x in (jnp.zeros((4, 6)), jnp.ones((4, 6))):
+        value, gradient = jax.value_and_grad(lambda y: jnp.sum(newton_schulz(y) ** 2))(x)
+        assert np.isfinite(value) and np.all(np.isfinite(gradient))
+
+
+@pytest.mark.parametrize(
+    "change,words",
+    [
+        ({"update": "some"}, ["update='some'", "'last_layer'"]),
+        ({"steps": 0}, ["steps=0"]),
+        ({"chunk_size": 0}, ["chunk_size=0"]),
+        ({"chunk_size": None}, ["chunk_size=None", "update_then_apply"]),
+        ({"order": "sideways"}, ["order='sideways'"]),
+        ({"order": (Span(0, 4, True, True), Span(2, 6, False, True))}, ["applies token 2 twice"]),
+        ({"rate": (1.0, 2.0)}, ["2 numbers", "w0"]),
+        ({"momentum": "sometimes"}, ["momentum='sometimes'"]),
+        ({"loss": "dot_product"}, ["loss='dot_product'", "losses.DotProduct()"]),
+        ({"fast_net": "linear"}, ["fast_net='linear'"]),
+    ],
+)
+def test_specification_errors(change, words):
+    with pytest.raises(ValueError) as error:
+        dataclasses.replace(presets.lact_llm(0, chunk_size=4), **change)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize(
+    "change,words",
+    [
+        ({"lr": None}, ["lr is missing", "per_token"]),
+        ({"forget": "momentum"}, ["forget is given", "per_token"]),
+        ({"q": "short"}, ["q.shape", "batch, time and heads"]),
+        ({"v": "int"}, ["v.dtype", "floating"]),
+        ({"segment_ids": "momentum"}, ["segment_ids", "integers"]),
+        ({"weights": "one"}, ["weights", "w0", "spec.init"]),
+        ({"mode": "parallel"}, ["mode='parallel'", "weight_norm", "update='last_layer'"]),
+        ({"mode": "fast"}, ["mode='fast'", "'recurrent'"]),
+        ({"mode": "recurrent", "implementation": "triangular"}, ["implementation='triangular'"]),
+        ({"initial_state": "momentum"}, ["initial_state", "State"]),
+    ],
+)
+def test_argument_errors(change, words):
+    """Every error names the argument, its value and the way out."""
+    spec = presets.lact_llm(0, chunk_size=4)
+    weights, tokens = cases.arguments(spec, time=6, dtype="float32")
+    arguments = {"weights": weights, **tokens}
+    special = {
+        "momentum": tokens["momentum"],
+        "short": tokens["q"][:, :3],
+        "int": tokens["v"].astype(jnp.int32),
+        "one": {"w0": weights["w0"]},
+    }
+    arguments |= {n: special.get(x, x) if isinstance(x, str) else x for n, x in change.items()}
+    with pytest.raises(ValueError) as error:
+        ttt_jax.ttt(spec, **arguments)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_state_of_another_specification_is_refused():
+    spec = presets.lact_llm(2, chunk_size=4)
+    weights, tokens = cases.arguments(spec, time=6, dtype="float32")
+    _, state = cases.run(spec, weights, tokens)
+    longer = dataclasses.replace(spec, chunk_size=8)
+    with pytest.raises(ValueError, match="buffer.k.* has shape"):
+        cases.run(longer, weights, tokens, None, state)
+    with pytest.raises(ValueError, match="made by another spec"):
+        cases.run(dataclasses.replace(spec, weight_norm=WeightNorm()), weights, tokens, None, state)
+
+
+def test_constant_rates_and_momentum_are_the_gates_of_that_value():
+    """``rate=(a, b, c)`` and ``momentum=β`` equal per-token gates that are constant."""
+    with jax.enable_x64(True):
+        gates = presets.lact_llm(0, chunk_size=4)
+        constant = dataclasses.replace(gates, rate=(0.1, 0.2, 0.3), momentum=0.7)
+        weights, tokens = cases.arguments(gates, time=11)
+        lead = tokens["q"].shape[:3]
+        tokens["lr"] = jnp.broadcast_to(jnp.asarray([0.1, 0.2, 0.3]), (*lead, 3))
+        tokens["momentum"] = jnp.full(lead, 0.7)
+        expected, _ = cases.run(gates, weights, tokens)
+        out, _ = cases.run(constant, weights, {n: tokens[n] for n in "qkv"})
+        assert_close(out, expected, 1e-12)
+
+
+def test_explain_names_what_stands_in_the_way():
+    page = str(ttt_jax.explain(presets.lact_llm(0)))
+    assert "weight_norm" in page and "w0, w2" in page and "modes: recurrent" in page
+    assert ttt_jax.explain(presets.lact_llm(2)).parallel
+    assert NewtonSchulz(dtype="bfloat16") == NewtonSchulz(dtype="bfloat16")
