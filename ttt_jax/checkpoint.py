@@ -25,9 +25,17 @@ from ttt_jax.train_step import TrainState, abstract_params
 logger = logging.getLogger(__name__)
 
 # Fields that a resumed run may change: they do not touch the sequence of updates.
-FREE_FIELDS = ("mesh.", "data.num_workers", "train.log_every", "train.eval_every",
-               "train.eval_batches", "train.save_every", "train.keep", "train.profile_steps",
-               "train.max_nonfinite_steps")  # fmt: skip
+FREE_FIELDS = (
+    "mesh.",
+    "data.num_workers",
+    "train.log_every",
+    "train.eval_every",
+    "train.eval_batches",
+    "train.save_every",
+    "train.keep",
+    "train.profile_steps",
+    "train.max_nonfinite_steps",
+)
 
 
 class CheckpointError(RuntimeError):
@@ -70,13 +78,17 @@ def check_workdir(workdir: str | os.PathLike[str], config: Any) -> None:
     if any(name == "train.steps" for name, _, _ in changed):
         logger.warning(
             "train.steps is %d here and %d in %s: the learning-rate schedule is that of the new "
-            "length from now on", config.train.steps, found.train.steps, folder,
-        )  # fmt: skip
+            "length from now on",
+            config.train.steps,
+            found.train.steps,
+            folder,
+        )
     free = (*FREE_FIELDS, "train.steps")
     wrong = [change for change in changed if not change[0].startswith(free)]
     if wrong:
-        listed = "; ".join(f"{name} is {theirs!r} there, {ours!r} here"
-                           for name, ours, theirs in wrong)  # fmt: skip
+        listed = "; ".join(
+            f"{name} is {theirs!r} there, {ours!r} here" for name, ours, theirs in wrong
+        )
         raise CheckpointError(
             f"workdir={str(workdir)!r} holds a run with another configuration ({listed}); give "
             "another --workdir, or the flags that it was started with"
@@ -142,9 +154,11 @@ class Checkpoints:
         metadata = {
             "config": config_lib.to_dict(config),
             "leaves": _leaf_table(state),
-            "versions": {name: importlib.metadata.version(name) for name in
-                         ("jax", "flax", "optax", "orbax-checkpoint", "grain")},
-        }  # fmt: skip
+            "versions": {
+                name: importlib.metadata.version(name)
+                for name in ("jax", "flax", "optax", "orbax-checkpoint", "grain")
+            },
+        }
         parts = {"params": state.params, "rest": state._replace(params={}), "data": data}
         try:
             self._pending = self._checkpointer.save_checkpointables_async(

@@ -152,8 +152,14 @@ class TrainConfig:
 
     def validate(self) -> None:
         """Checks every field. Raises ValueError naming the field, its value and the rule."""
-        for name in ("steps", "seed", "eval_every", "eval_batches", "max_nonfinite_steps",
-                     "profile_steps"):
+        for name in (
+            "steps",
+            "seed",
+            "eval_every",
+            "eval_batches",
+            "max_nonfinite_steps",
+            "profile_steps",
+        ):
             _check_count(f"train.{name}", getattr(self, name), 0)
         for name in ("accumulation_steps", "loss_chunk", "log_every", "save_every"):
             _check_count(f"train.{name}", getattr(self, name), 1)
@@ -239,8 +245,10 @@ def to_dict(config: Any) -> dict[str, Any]:
         elif value is None or isinstance(value, bool | int | float | str):
             out[field.name] = value
         else:
-            raise ValueError(f"{out['class']}.{field.name}={value!r}: use a number, string, "
-                             "boolean, None, tuple or dataclass, which JSON can give back")
+            raise ValueError(
+                f"{out['class']}.{field.name}={value!r}: use a number, string, "
+                "boolean, None, tuple or dataclass, which JSON can give back"
+            )
     return out
 
 
@@ -255,7 +263,7 @@ def from_dict(tree: dict[str, Any]) -> Any:
     """
     module_name, _, class_name = tree.get("class", "").rpartition(".")
     if module_name.split(".")[0] != _PACKAGE:
-        raise ValueError(f"class={tree.get('class')!r}: a configuration names a class of {_PACKAGE}")
+        raise ValueError(f"class={tree.get('class')!r} must name a class of {_PACKAGE}")
     cls = getattr(importlib.import_module(module_name), class_name, None)
     if not dataclasses.is_dataclass(cls):
         raise ValueError(f"class={tree['class']!r}: no such configuration dataclass")

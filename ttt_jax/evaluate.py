@@ -13,7 +13,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ttt_jax import sharding
 from ttt_jax.train_step import token_losses
 
-
 EvalStep = Callable[[Any, dict[str, jax.Array]], tuple[jax.Array, ...]]
 
 
@@ -75,6 +74,7 @@ def make_eval_step(graphdef: nnx.GraphDef, mesh: Mesh, loss_chunk: int) -> EvalS
       A function (params, batch) -> (nll float32, weights float32, segment_ids int32), each
       [B, T] and whole on every process, so that every process sums over all rows.
     """
+
     def eval_step(params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
         nll = token_losses(nnx.merge(graphdef, params), batch, loss_chunk)[0]
         return nll, batch["weights"], batch["segment_ids"]

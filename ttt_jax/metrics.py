@@ -31,6 +31,12 @@ PEAK_FLOPS = {
 }
 
 
+def note(message: str) -> None:
+    """Prints a line for the person who watches the run, from the first process alone."""
+    if jax.process_index() == 0:
+        print(message, flush=True)
+
+
 @functools.cache
 def peak_flops() -> tuple[float, str]:
     """Returns the FLOP/s that all devices together can reach, and where the number is from.
@@ -58,52 +64,6 @@ def peak_flops() -> tuple[float, str]:
     return 2.0 * size**3 / min(seconds), f"measured {size}x{size} float32 product on {kind}"
 
 
-class Throughput:
-    """Measures tokens a second and MFU between two reports, without the first step.
-
-    >>> meter = Throughput(flops_per_position=1e6)
-    >>> meter.rates()
-    (nan, nan)
-    """
-
-    def __init__(self, flops_per_position: float):
-        """Starts the meter.
-
-        Args:
-          flops_per_position: FLOPs of a training step per position of the batch.
-        """
-        self._flops = flops_per_position
-        self._started: float | None = None
-        self._tokens = 0.0
-        self._positions = 0
-
-    def add(self, tokens: float, positions: int) -> None:
-        """Counts one finished step; the first one only starts the clock.
-
-        Args:
-          tokens: real target tokens of the step.
-          positions: all positions of the step, B * T.
-        """
-        if self._started is None:
-            self._started = time.perf_counter()
-            return
-        self._tokens += tokens
-        self._positions += positions
-
-    def rates(self) -> tuple[float, float]:
-        """Returns (tokens/s, MFU in [0, 1]) since the last report and starts a new one.
-
-        Both are NaN while no step after the first has been counted.
-        """
-        if self._started is None or self._positions == 0:
-            return math.nan, math.nan
-        now = time.perf_counter()
-        seconds = now - self._started
-        result = (self._tokens / seconds, self._positions * self._flops / seconds / peak_flops()[0])
-        self._started, self._tokens, self._positions = now, 0.0, 0
-        return result
-
-
 def progress_line(step: int, steps: int, values: dict[str, float], seconds_left: float) -> str:
     """Writes one line of progress.
 
@@ -119,18 +79,20 @@ def progress_line(step: int, steps: int, values: dict[str, float], seconds_left:
     parts = [
         f"step {step:>{len(str(steps)) + 1}}/{steps}",
         f"loss {values['loss']:.4f}",
-        f"{values['tokens_per_second']:,.0f} tok/s",
-        f"MFU {100 * values['mfu']:.1f}%",
-        f"grad {values['grad_norm']:.2f}",
-        f"lr {values['learning_rate']:.2e}",
     ]
+    if math.isfinite(values["tokens_per_second"]):
+        parts.append(f"{values['tokens_per_second']:,.0f} tok/s")
+        parts.append(f"MFU {100 * values['mfu']:.1f}%")
+    parts.append(f"grad {values['grad_norm']:.2f}")
+    parts.append(f"lr {values['learning_rate']:.2e}")
     if values.get("skipped"):
         parts.append(f"skipped {values['skipped']:.0f}")
     if math.isfinite(seconds_left):
         minutes, seconds = divmod(int(seconds_left), 60)
         hours, minutes = divmod(minutes, 60)
-        parts.append(f"ETA {hours}:{minutes:02}:{seconds:02}" if hours else
-                     f"ETA {minutes}:{seconds:02}")  # fmt: skip
+        parts.append(
+            f"ETA {hours}:{minutes:02}:{seconds:02}" if hours else f"ETA {minutes}:{seconds:02}"
+        )
     return "  ".join(parts)
 
 
@@ -154,7 +116,7 @@ class MetricsLog:
     """Writes metrics.jsonl, one object a line, and TensorBoard events if that is installed.
 
     Each object has "step", "kind" ("train" or "eval") and numbers; a number that is not finite
-    is written as null, which is what JSON has for it.
+    is written as null, which is what JSON has for it. Only the first process writes.
     """
 
     def __init__(self, workdir: str | os.PathLike[str], step: int):
@@ -165,6 +127,9 @@ class MetricsLog:
           step: lines of later steps, which the resumed run will write again, are dropped.
         """
         self.path = pathlib.Path(workdir) / "metrics.jsonl"
+        self._file, self._board = None, None
+        if jax.process_index() > 0:
+            return
         kept = [record for record in read_metrics(self.path) if record["step"] <= step]
         draft = self.path.with_suffix(".tmp")
         draft.write_text("".join(json.dumps(record) + "\n" for record in kept))
@@ -180,6 +145,8 @@ class MetricsLog:
           kind: "train" or "eval".
           values: plain numbers by name.
         """
+        if self._file is None:
+            return
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         record = {"step": step, "kind": kind, "time": time.time()} | finite
         self._file.write(json.dumps(record) + "\n")
@@ -191,7 +158,8 @@ class MetricsLog:
 
     def close(self) -> None:
         """Closes the files."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
         if self._board is not None:
             self._board.close()
 
@@ -203,6 +171,83 @@ def _tensorboard_writer(folder: pathlib.Path) -> Any:
     from tensorboardX import SummaryWriter
 
     return SummaryWriter(str(folder))
+
+
+class Reporter:
+    """Turns the metrics of steps into progress lines and log entries.
+
+    The numbers of a step are fetched when the next one has been started, so that the device
+    never waits for the host.
+    """
+
+    def __init__(self, log: MetricsLog, steps: int, every: int, positions: int, flops: float):
+        """Makes a reporter.
+
+        Args:
+          log: where to write.
+          steps: length of the run.
+          every: steps between two lines.
+          positions: positions of a batch, B * T.
+          flops: FLOPs of a training step per position.
+        """
+        self._log, self._steps, self._every = log, steps, every
+        self._positions, self._flops = positions, flops
+        self._waiting: tuple[int, dict[str, jax.Array]] | None = None
+        self.skipped_in_a_row = 0
+        self.restart()
+
+    def restart(self) -> None:
+        """Reports the waiting step, and begins the next measurement of time after one more."""
+        self.flush()
+        self._since: float | None = None
+        self._tokens, self._count = 0.0, 0
+
+    def add(self, step: int, values: dict[str, jax.Array]) -> None:
+        """Reports the step before and keeps this one until its numbers are ready.
+
+        Args:
+          step: the step's number.
+          values: its metrics, scalars that may still be being computed.
+        """
+        self.flush()
+        self._waiting = (step, values)
+
+    def flush(self) -> None:
+        """Waits for the step that was added last and reports it."""
+        if self._waiting is None:
+            return
+        step, values = self._waiting[0], jax.device_get(self._waiting[1])
+        self._waiting = None
+        numbers = {name: float(value) for name, value in values.items()}
+        self.skipped_in_a_row = int(numbers.pop("skipped_in_a_row"))
+        if self.skipped_in_a_row:
+            note(
+                f"step {step}: loss or gradient is not finite; the step is skipped "
+                f"({self.skipped_in_a_row} in a row, {numbers['skipped']:.0f} in all)"
+            )
+        self._tokens += numbers["tokens"]
+        self._count += 1
+        if step % self._every == 0 or step == self._steps:
+            self._line(step, numbers)
+        elif self._since is None:
+            self._start_clock()
+
+    def _line(self, step: int, numbers: dict[str, float]) -> None:
+        """Prints and logs one step, with the rates since the last line."""
+        rates = {"tokens_per_second": math.nan, "mfu": math.nan}
+        seconds_left = math.nan
+        if self._since is not None:
+            seconds = time.perf_counter() - self._since
+            rate = self._count * self._positions * self._flops / seconds
+            rates = {"tokens_per_second": self._tokens / seconds, "mfu": rate / peak_flops()[0]}
+            seconds_left = (self._steps - step) * seconds / self._count
+        self._log.write(step, "train", numbers | rates)
+        note(progress_line(step, self._steps, numbers | rates, seconds_left))
+        self._start_clock()
+
+    def _start_clock(self) -> None:
+        self._since = time.perf_counter()
+        self._tokens, self._count = 0.0, 0
 
 
 def plot_loss(workdir: str | os.PathLike[str], title: str) -> pathlib.Path | None:

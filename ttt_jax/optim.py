@@ -26,7 +26,8 @@ GAINS = ("scale", "offset", "bias")
 def parameter_rule(name: str, axes: AxisNames, config: OptimizerConfig) -> str:
     """Returns the rule for one parameter: "muon", "adamw", or "adamw without decay".
 
-    A matrix has two axes or more besides "layers" and is not called "scale", "offset" or "bias".
+    A matrix has two axes or more besides "layers", none of them named "gain", and is not called
+    "scale", "offset" or "bias".
     Muon takes the matrices inside the layers. The embedding and the output head (axis "vocab")
     stay with AdamW, as Muon's authors advise: their rows are updated one by one.
 
@@ -43,7 +44,7 @@ def parameter_rule(name: str, axes: AxisNames, config: OptimizerConfig) -> str:
     'adamw without decay'
     """
     rank = sum(axis != "layers" for axis in axes)
-    if rank < 2 or name in GAINS:
+    if rank < 2 or "gain" in axes or name in GAINS:
         return "adamw without decay"
     return "muon" if config.name == "muon" and "vocab" not in axes else "adamw"
 
@@ -65,6 +66,7 @@ def matrix_axes(axes: AxisNames) -> tuple[int, int]:
 
 def parameter_rules(names: Any, config: OptimizerConfig) -> Any:
     """Applies `parameter_rule` to nested dicts with a tuple of axis names at each leaf."""
+
     def rule(path: tuple[Any, ...], axes: AxisNames) -> str:
         return parameter_rule(jax.tree_util.keystr(path[-1:], simple=True), axes, config)
 
@@ -122,6 +124,7 @@ def warmup_cosine(steps: int, warmup_steps: int, end_fraction: float) -> Schedul
     >>> float(warmup_cosine(10, 4, 0.1)(1)), round(float(warmup_cosine(10, 4, 0.1)(9)), 6)
     (0.5, 0.1)
     """
+
     def factor(count: jax.Array | int) -> jax.Array:
         done = jnp.asarray(count, jnp.float32) + 1.0
         warm = jnp.minimum(1.0, done / max(warmup_steps, 1))

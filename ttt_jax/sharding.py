@@ -56,12 +56,12 @@ def make_mesh(
             f"config.mesh: data={data}, fsdp={fsdp}, model={model} do not multiply to the "
             f"{len(devices)} devices at hand; set one of them to -1 to take what is left"
         )
-    return jax.make_mesh(
-        tuple(sizes), MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices
-    )
+    return jax.make_mesh(tuple(sizes), MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
 
 
-def partition_spec(names: AxisNames, shape: Sequence[int], mesh_shape: dict[str, int]) -> PartitionSpec:
+def partition_spec(
+    names: AxisNames, shape: Sequence[int], mesh_shape: dict[str, int]
+) -> PartitionSpec:
     """Maps the logical names of an array's axes to mesh axes.
 
     An axis that its mesh axes do not divide stays whole, and so does a second axis that asks for
@@ -148,6 +148,7 @@ def axis_names(params: nnx.State) -> dict[str, Any]:
       Nested dicts as of `nnx.to_pure_dict`, with a tuple of names (one per axis) at each leaf;
       an unnamed parameter has None for every axis.
     """
+
     def names_of(variable: nnx.Variable) -> tuple[str | None, ...]:
         names = variable.get_metadata().get("out_sharding")
         return (None,) * variable.ndim if names is None else tuple(names)
@@ -187,8 +188,10 @@ def like_params(tree: Any, params: Any, mesh: Mesh) -> Any:
       `tree` with a NamedSharding in place of each leaf.
     """
     replicated = NamedSharding(mesh, PartitionSpec())
-    by_path = {path: (leaf.shape, leaf.sharding) for path, leaf in
-               jax.tree_util.tree_leaves_with_path(params)}  # fmt: skip
+    by_path = {
+        path: (leaf.shape, leaf.sharding)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    }
 
     def place(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         for start in range(len(path)):

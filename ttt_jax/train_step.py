@@ -101,8 +101,14 @@ def make_trainee(
         lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings
     )
     return Trainee(
-        graphdef=graphdef, names=names, optimizer=optimizer, learning_rate=learning_rate,
-        init=init, abstract=abstract, shardings=shardings, mesh=mesh,
+        graphdef=graphdef,
+        names=names,
+        optimizer=optimizer,
+        learning_rate=learning_rate,
+        init=init,
+        abstract=abstract,
+        shardings=shardings,
+        mesh=mesh,
     )
 
 
@@ -213,6 +219,7 @@ def loss_and_gradient(
       (loss float32 [] in nats per token, gradient like `params`, {"tokens": sum of weights,
       and each of the model's statistics averaged to a scalar}).
     """
+
     def summed_loss(params: Any, part: Batch) -> tuple[jax.Array, Metrics]:
         losses, stats = token_losses(nnx.merge(graphdef, params), part, loss_chunk)
         stats = {name: jnp.mean(value) / accumulation_steps for name, value in stats.items()}
@@ -222,6 +229,7 @@ def loss_and_gradient(
     if accumulation_steps == 1:
         (loss, stats), gradient = value_and_grad(params, batch)
     else:
+
         def add(total: Any, part: Batch) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, total, value_and_grad(params, part)), None
 
@@ -259,6 +267,7 @@ def make_train_step(
       replicated scalars: loss (nats per token), grad_norm (before clipping), learning_rate,
       tokens, skipped, skipped_in_a_row, and the model's statistics.
     """
+
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         loss, gradient, stats = loss_and_gradient(
             trainee.graphdef, state.params, batch, accumulation_steps, loss_chunk
@@ -287,6 +296,4 @@ def make_train_step(
         return new_state, metrics
 
     replicated = NamedSharding(trainee.mesh, PartitionSpec())
-    return jax.jit(
-        train_step, donate_argnums=0, out_shardings=(trainee.shardings, replicated)
-    )
+    return jax.jit(train_step, donate_argnums=0, out_shardings=(trainee.shardings, replicated))
