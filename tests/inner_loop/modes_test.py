@@ -75,6 +75,34 @@ def test_parallel_is_recurrent(name, time, chunk, packed, carried):
     _compare(spec, time, packed, carried, "float64", FLOAT64)
 
 
+@pytest.mark.parametrize(
+    "change,time,packed,carried",
+    [
+        ({"chunk_size": 1, "order": "update_then_apply", "forget": "per_token"}, 37, True, True),
+        ({"chunk_size": 1, "order": "update_then_apply", "forget": 0.9}, 9, False, False),
+        ({"chunk_size": 16}, 40, True, True),
+        ({"chunk_size": 16, "rate": "per_token", "direction": "ascent"}, 40, False, False),
+        ({"chunk_size": 8, "order": "update_then_apply"}, 19, True, False),
+    ],
+)
+def test_kernel_is_recurrent(change, time, packed, carried):
+    """One call of ``ttt_kernels.linear_attention``, in XLA; initial weights that are not zero."""
+    spec = dataclasses.replace(SPECS["lact_v6"], **change)
+    with jax.enable_x64(True):
+        weights, tokens = cases.arguments(spec, time=time)
+        ids = _segments(time) if packed else None
+        state = None
+        if carried:
+            _, before = cases.arguments(spec, time=21, seed=1)
+            _, state = cases.run(spec, weights, before)
+        expected = cases.gradients(spec, weights, tokens, ids, state)
+        found = cases.gradients(spec, weights, tokens, ids, state, "kernel", "xla")
+        for (name, a), (_, b) in zip(
+            cases.named_leaves(found), cases.named_leaves(expected), strict=True
+        ):
+            assert_close(a, b, 1e-10, name)
+
+
 @pytest.mark.parametrize("name", ["lact_v2", "lact_v6"])
 def test_parallel_is_recurrent_in_float32(name):
     _compare(SPECS[name], 65, True, True, "float32", FLOAT32)

@@ -6,8 +6,9 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from ttt_kernels import compat
 
-from ttt_jax.inner_loop import parallel, recurrent, spans
+from ttt_jax.inner_loop import kernel, parallel, recurrent, spans
 from ttt_jax.inner_loop.checks import check_arguments
 from ttt_jax.inner_loop.chunks import Tokens, arrange
 from ttt_jax.inner_loop.decode import decode_one, is_decode
@@ -80,7 +81,7 @@ def ttt(
       ((1, 10, 2, 8), 2)
     """
     check_arguments(spec, weights, q, k, v, lr, momentum, forget, segment_ids, initial_state)
-    mode = _choose(spec, mode, implementation)
+    mode, implementation = _choose(spec, mode, implementation)
     tokens = _head_major(q, k, v, lr, momentum, forget)
     if spec.query == "key":
         tokens = tokens._replace(q=tokens.k)
@@ -90,11 +91,15 @@ def ttt(
         out, state = decode_one(spec, static, tokens, segment_ids, initial_state, start)
     elif not isinstance(spec.order, str):
         out, state = spans.run(spec, static, tokens, initial_state or start)
+    elif mode == "kernel":
+        first, continued = initial_state or start, initial_state is not None
+        out, state = kernel.run(
+            spec, static, tokens, segment_ids, first, start, continued, implementation
+        )
     else:
-        buffer = None if initial_state is None else initial_state.buffer
-        continued = initial_state is not None
-        first = start if initial_state is None else initial_state._replace(buffer=None)
-        chunks = arrange(spec, tokens, segment_ids, buffer, continued)
+        first, continued = initial_state or start, initial_state is not None
+        chunks = arrange(spec, tokens, segment_ids, first.buffer, continued)
+        first = first._replace(buffer=None)
         if mode == "parallel":
             out, state = parallel.run(spec, static, chunks, first, start, implementation)
         else:
@@ -113,23 +118,28 @@ def _head_major(q, k, v, lr, momentum, forget) -> Tokens:
     return Tokens(*map(turn, (q, k, v, lr, momentum, forget)))
 
 
-def _choose(spec: InnerLoop, mode: Mode, implementation: str | None) -> str:
+def _choose(spec: InnerLoop, mode: Mode, implementation: str | None) -> tuple[str, str | None]:
+    """The mode that runs and its implementation; raises where a named one cannot."""
     if mode not in ("auto", "recurrent", "parallel", "kernel"):
         raise ValueError(f"{mode=}: use 'auto', 'recurrent', 'parallel' or 'kernel'")
-    found = parallel.obstacles(spec)
+    serial, no_kernel = parallel.obstacles(spec), kernel.obstacles(spec)
     if mode == "auto":
         if implementation is not None:
             raise ValueError(f"{implementation=} needs a named mode; mode='auto' picks both")
-        mode = "recurrent" if found else "parallel"
+        mode = "recurrent" if serial else "parallel"
+        if not no_kernel and compat.hopper_problem() is None:
+            mode = "kernel"
         _log_choice(spec, mode)
-    if mode == "kernel":
-        raise ValueError("mode='kernel' has no kernel for this specification; use 'auto'")
-    if mode == "parallel" and found:
-        raise ValueError("mode='parallel' cannot run this specification: " + "; ".join(found))
-    allowed = tuple(parallel.PREFIXES) if mode == "parallel" else ()
-    if implementation is not None and implementation not in allowed:
+    if mode == "kernel" and no_kernel:
+        raise ValueError("mode='kernel' cannot run this specification: " + "; ".join(no_kernel))
+    if mode == "parallel" and serial:
+        raise ValueError("mode='parallel' cannot run this specification: " + "; ".join(serial))
+    if mode == "parallel" and implementation is None and spec.chunk_size == 1 and not no_kernel:
+        return "kernel", "xla"  # tiles of many one-token chunks: one state a token would not fit
+    allowed = {"recurrent": (), "parallel": tuple(parallel.PREFIXES)}.get(mode)
+    if implementation is not None and allowed is not None and implementation not in allowed:
         raise ValueError(f"{implementation=} with {mode=}: use one of {allowed} or None")
-    return mode
+    return mode, implementation
 
 
 @functools.cache

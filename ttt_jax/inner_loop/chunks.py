@@ -99,15 +99,9 @@ def _gathered(
 ) -> Chunks:
     """Packed documents and carried tokens: padding is squeezed out, slots are gathers."""
     batch, _, new, _ = tokens.k.shape
-    if segment_ids is None:
-        segment_ids = jnp.zeros((batch, new), jnp.int32)
-    if buffer is not None:
-        tokens, segment_ids = _prepend(tokens, segment_ids, buffer)
-    order, place, valid = _squeeze(segment_ids)
-    time = order.shape[1]
-    tokens = jax.tree.map(lambda x: jnp.where(_like(valid, x), _take(x, order), 0), tokens)
-    ids = jnp.where(valid, jnp.take_along_axis(segment_ids, order, 1), -1)
-    document, position = _documents(ids)
+    tokens, ids, place = squeeze(tokens, segment_ids, buffer)
+    time, valid = ids.shape[1], ids >= 0
+    document, position = documents(ids)
     first = (document == 0) & continued
 
     ends = (position + 1) % chunk == 0
@@ -129,8 +123,8 @@ def _gathered(
     slots = None
     if room:
         flat = [jnp.clip(x, 0, time - 1).reshape(batch, -1) for x in (reads, updates)]
-        picked = jax.tree.map(lambda x: _take(x, flat[1]), tokens)
-        picked = picked._replace(q=_take(tokens.q, flat[0]))
+        picked = jax.tree.map(lambda x: take(x, flat[1]), tokens)
+        picked = picked._replace(q=take(tokens.q, flat[0]))
         slots = stack_slots(spec, picked, chunk, mask.reshape(batch, 1, -1, 1))
         fresh = exists & (last // chunk == 0) & ~jnp.take_along_axis(first, end, 1)
         slots = slots._replace(valid=exists.T, fresh=fresh.T)
@@ -142,8 +136,8 @@ def _gathered(
     def collect(base, outputs):
         parts = [jnp.zeros_like(outputs[0, :, :, :1]).repeat(time, 2) if base is None else base]
         parts += [] if outputs is None else [_unfold(outputs)]
-        everything = jnp.where(_like(valid, parts[0]), _take(jnp.concatenate(parts, 2), source), 0)
-        return _take(everything, place)[:, :, time - new :]
+        everything = jnp.where(like(valid, parts[0]), take(jnp.concatenate(parts, 2), source), 0)
+        return take(everything, place)[:, :, time - new :]
 
     restart = kept = None
     if spec.order == "apply_then_update":
@@ -152,7 +146,7 @@ def _gathered(
         length = jnp.where(total > 0, jnp.take_along_axis(position, tail, 1)[:, 0] + 1, 0)
         restart = (length < chunk) & (length > 0) & ~jnp.take_along_axis(first, tail, 1)[:, 0]
         index = jnp.clip((total - length % chunk)[:, None] + window[: chunk - 1], 0, time - 1)
-        unfinished = jax.tree.map(lambda x: _take(x, index), tokens)
+        unfinished = jax.tree.map(lambda x: take(x, index), tokens)
         kept = pack_buffer(unfinished, chunk, length % chunk)
     base = None if spec.order == "update_then_apply" else tokens.q
     return Chunks(slots, room, base, first, collect, kept, restart)
@@ -203,7 +197,7 @@ def pack_buffer(tokens: Tokens, chunk: int, count: jax.Array) -> Buffer | None:
     padded = _pad(tokens, chunk - 1)
     used = jnp.arange(chunk - 1) < count[:, None]
     wide = jax.tree.map(
-        lambda x: jnp.where(_like(used, x), x, 0).astype(jnp.promote_types(x.dtype, jnp.float32)),
+        lambda x: jnp.where(like(used, x), x, 0).astype(jnp.promote_types(x.dtype, jnp.float32)),
         padded,
     )
     return Buffer(wide.k, wide.v, wide.lr, wide.momentum, wide.forget, count.astype(jnp.int32))
@@ -225,16 +219,29 @@ def _prepend(
     return joined, jnp.concatenate([carried, segment_ids], 1)
 
 
-def _squeeze(segment_ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Order that puts padding last, its inverse, and which places then hold a token."""
+def squeeze(
+    tokens: Tokens, segment_ids: jax.Array | None, buffer: Buffer | None
+) -> tuple[Tokens, jax.Array, jax.Array]:
+    """Carried tokens in front, padding behind (zeros, id -1), so that documents are contiguous.
+
+    Returns:
+      The tokens, their ids ``[batch, room + time]``, and the place of each token of ``buffer`` and
+      of this call in them.
+    """
+    batch, _, time, _ = tokens.k.shape
+    if segment_ids is None:
+        segment_ids = jnp.zeros((batch, time), jnp.int32)
+    if buffer is not None:
+        tokens, segment_ids = _prepend(tokens, segment_ids, buffer)
     padding = segment_ids < 0
     order = jnp.argsort(padding, axis=1, stable=True)
-    place = jnp.argsort(order, axis=1)
-    valid = jnp.arange(segment_ids.shape[1]) < jnp.sum(~padding, 1, keepdims=True)
-    return order, place, valid
+    ids = jnp.take_along_axis(segment_ids, order, 1)
+    valid = jnp.arange(ids.shape[1]) < jnp.sum(~padding, 1, keepdims=True)
+    tokens = jax.tree.map(lambda x: jnp.where(like(valid, x), take(x, order), 0), tokens)
+    return tokens, jnp.where(valid, ids, -1), jnp.argsort(order, axis=1)
 
 
-def _documents(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+def documents(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Index of each token's document in its row, and its position in that document."""
     index = jnp.arange(ids.shape[1])
     starts = jnp.concatenate([jnp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], 1)
@@ -251,12 +258,12 @@ def _positions(marks: jax.Array, room: int) -> tuple[jax.Array, jax.Array]:
     return where, jnp.arange(room) < jnp.sum(marks, 1, keepdims=True)
 
 
-def _take(x: jax.Array, index: jax.Array) -> jax.Array:
+def take(x: jax.Array, index: jax.Array) -> jax.Array:
     """``x[b, :, index[b]]`` for tokens on axis 2; ``index`` is ``[batch, tokens]``."""
     return jnp.take_along_axis(x, index.reshape(index.shape[0], 1, -1, *(1,) * (x.ndim - 3)), 2)
 
 
-def _like(mask: jax.Array, x: jax.Array) -> jax.Array:
+def like(mask: jax.Array, x: jax.Array) -> jax.Array:
     """``[batch, time]`` reshaped to broadcast against tokens ``[batch, heads, time, ...]``."""
     return mask.reshape(mask.shape[0], 1, mask.shape[1], *(1,) * (x.ndim - 3))
 

@@ -1,0 +1,144 @@
+"""``mode="kernel"``: the inner loops that are one call of ``ttt_kernels.linear_attention``.
+
+With ``q̂ = φ(q)``, ``k̂ = rate · φ(k)`` and ``v̂ = scale · v`` the layer is ``o = q̂ (W₀ + Σ k̂ᵀ v̂)``:
+causal by token at ``chunk_size=1``, causal by chunk otherwise. ``mode="parallel"`` evaluates the
+token-causal ones here too, in XLA: one state a token would not fit.
+"""
+
+import jax
+import jax.numpy as jnp
+from ttt_kernels.linear_attention import linear_attention
+
+from ttt_jax.inner_loop import parallel
+from ttt_jax.inner_loop.chunks import Tokens, arrange, documents, like, squeeze, take
+from ttt_jax.inner_loop.fast_nets import Weights, dense
+from ttt_jax.inner_loop.recurrent import finish
+from ttt_jax.inner_loop.spec import InnerLoop
+from ttt_jax.inner_loop.updates import State
+
+_SMALLEST = -1e4  # exp of it is 0 in every dtype; log(0) would have no gradient
+
+
+def obstacles(spec: InnerLoop) -> list[str]:
+    """Why ``spec`` is not one call of ``linear_attention``: one sentence a field, or nothing."""
+    found = parallel.obstacles(spec)
+    if spec.momentum is not None:
+        found.append("momentum carries updates over chunks; use mode='parallel' or momentum=None")
+    if spec.orthogonalise is not None:
+        found.append("orthogonalise reshapes each chunk's update; use mode='parallel' or None")
+    if spec.steps > 1:
+        found.append(f"steps={spec.steps}: use mode='parallel' or steps=1")
+    if spec.loss.reduction == "mean" and spec.chunk_size != 1:
+        found.append("loss.reduction='mean' needs the chunk's length; use 'sum' or 'parallel'")
+    if spec.forget is not None and spec.chunk_size != 1:
+        found.append("forget with chunk_size > 1 is one factor a chunk; use mode='parallel'")
+    if spec.chunk_size is None:
+        found.append("chunk_size=None is one chunk of any length; use mode='parallel'")
+    return found
+
+
+def run(
+    spec: InnerLoop,
+    static: Weights,
+    tokens: Tokens,
+    segment_ids: jax.Array | None,
+    first: State,
+    start: State,
+    continued: bool,
+    implementation: str | None,
+) -> tuple[jax.Array, State]:
+    """As ``recurrent.run``, from tokens, for a specification without ``obstacles``.
+
+    Args:
+      spec: the inner loop.
+      static: matrices that are not trained.
+      tokens: the tokens of this call, head-major.
+      segment_ids: ``[batch, time]`` or ``None``.
+      first: the state before the first token, with its buffer.
+      start: the state from which a new document starts.
+      continued: whether ``first`` was carried from an earlier call.
+      implementation: of ``ttt_kernels.linear_attention``.
+    """
+    buffer, carried = first.buffer, first._replace(buffer=None)
+    chunks = arrange(spec, tokens, segment_ids, buffer, continued)
+    time, place, ids = tokens.k.shape[2], None, None
+    if segment_ids is not None or buffer is not None:
+        tokens, ids, place = squeeze(tokens, segment_ids, buffer)
+    document, position = documents(jnp.zeros((1, time), jnp.int32) if ids is None else ids)
+    name = spec.fast_net.last
+    queries = spec.fast_net.features(static, tokens.q)
+    keys = _rated_keys(spec, static, tokens)
+    if spec.order == "apply_then_update":  # the unfinished chunk stays out of the state
+        keys = jnp.where(like(_unfinished(spec, ids, document, position), keys), 0, keys)
+    values = -spec.loss.cotangent(tokens.v, tokens.v).astype(tokens.v.dtype)
+    log_decay = _log_decay(spec, tokens)
+    out, state = linear_attention(
+        jnp.swapaxes(queries, 1, 2),
+        jnp.swapaxes(keys if spec.direction == "descent" else -keys, 1, 2),
+        jnp.swapaxes(values, 1, 2),
+        log_decay=log_decay,
+        initial_state=carried.weights[name],
+        segment_ids=ids,
+        causal="token" if _by_token(spec) else "chunk",
+        chunk_size=None if _by_token(spec) else spec.chunk_size,
+        include_current_chunk=not _by_token(spec) and spec.order == "update_then_apply",
+        implementation=implementation,
+    )
+    out = jnp.swapaxes(out, 1, 2)
+    if ids is not None:
+        kept = _since_start(log_decay, position)  # documents after the first start from W₀, not 0
+        later = (document > 0) & (ids >= 0)
+        inherited = dense(queries, start.weights[name]) * kept.astype(out.dtype)
+        out = out + jnp.where(like(later, out), inherited, 0)
+        last = jnp.maximum(jnp.sum(ids >= 0, 1, keepdims=True) - 1, 0)
+        factor = jnp.where(like(later, kept), kept, 0)
+        state = state + take(factor, last) * start.weights[name]
+        out = take(out, place)[:, :, -time:]
+    final = carried._replace(weights={name: state})
+    return out, finish(chunks._replace(restart=None), final, start)
+
+
+def _by_token(spec: InnerLoop) -> bool:
+    return spec.chunk_size == 1 and spec.order == "update_then_apply"
+
+
+def _rated_keys(spec: InnerLoop, static: Weights, tokens: Tokens) -> jax.Array:
+    keys = spec.fast_net.features(static, tokens.k)
+    rate = spec.rate[0] if isinstance(spec.rate, tuple) else spec.rate
+    if rate == "per_token":
+        rate = tokens.lr[:, :, :, 0]
+        rate = rate if rate.ndim == 4 else rate[..., None]
+    return (keys * rate).astype(keys.dtype)
+
+
+def _log_decay(spec: InnerLoop, tokens: Tokens) -> jax.Array | None:
+    """``log(forget)`` as ``[batch, time, heads]``."""
+    if spec.forget is None:
+        return None
+    wide = jnp.promote_types(tokens.k.dtype, jnp.float32)
+    if spec.forget == "per_token":
+        gate = jnp.swapaxes(tokens.forget[..., 0], 1, 2).astype(wide)
+    else:
+        batch, heads, time, _ = tokens.k.shape
+        gate = jnp.full((batch, time, heads), spec.forget, wide)
+    positive = gate > 0
+    return jnp.where(positive, jnp.log(jnp.where(positive, gate, 1)), _SMALLEST)
+
+
+def _unfinished(spec, ids, document, position) -> jax.Array:
+    """Tokens of the last document's unfinished chunk, ``[batch or 1, time]`` bool."""
+    total = position.shape[1] if ids is None else jnp.sum(ids >= 0, 1, keepdims=True)
+    tail = jnp.maximum(jnp.broadcast_to(total, (position.shape[0], 1)) - 1, 0)
+    length = jnp.take_along_axis(position, tail, 1) + 1
+    done = length // spec.chunk_size * spec.chunk_size
+    return (document == jnp.take_along_axis(document, tail, 1)) & (position >= done)
+
+
+def _since_start(log_decay: jax.Array | None, position: jax.Array) -> jax.Array:
+    """What is left at each token of its document's initial state, ``[batch, heads, time, 1]``."""
+    if log_decay is None:
+        return jnp.ones((*position.shape, 1), jnp.float32)[:, None]
+    total = jnp.cumsum(log_decay, 1)
+    begin = jnp.arange(position.shape[1]) - position
+    before = jnp.take_along_axis(total - log_decay, begin[..., None], 1)
+    return jnp.exp(jnp.minimum(total - before, 0)).swapaxes(1, 2)[..., None]
