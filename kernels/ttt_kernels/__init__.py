@@ -4,7 +4,8 @@ Each operation is one folder with one file a backend; the function exported here
 face. Submodules are reached by `from ttt_kernels.<operation> import <module>`.
 """
 
+from ttt_kernels.delta_rule import delta_rule
 from ttt_kernels.linear_attention import linear_attention
 from ttt_kernels.newton_schulz import newton_schulz
 
-__all__ = ["linear_attention", "newton_schulz"]
+__all__ = ["delta_rule", "linear_attention", "newton_schulz"]
