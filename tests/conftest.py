@@ -1,0 +1,21 @@
+"""What every test process has in common; read before jax is imported."""
+
+import os
+import sys
+
+if "jax" in sys.modules:
+    raise RuntimeError("jax was imported before tests/conftest.py could set its environment")
+
+# A test that wants an accelerator is run with JAX_PLATFORMS set by hand.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+# Most of the suite's time is XLA compiling small programs that run once.
+_COMPILE_FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+os.environ["XLA_FLAGS"] = f"{_COMPILE_FAST} {os.environ.get('XLA_FLAGS', '')}".strip()
+
+# pytest-xdist: the workers share the cores instead of each starting threads for all of them.
+_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+if _workers > 1:
+    _threads = str(max(1, (os.cpu_count() or 1) // _workers))
+    for _name in ("NPROC", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ.setdefault(_name, _threads)
