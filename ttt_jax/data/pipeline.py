@@ -1,0 +1,242 @@
+"""From a stream of tokens to batches, through grain; the position can be saved and restored."""
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import grain
+import numpy as np
+from absl import flags
+
+from ttt_jax.data import packing
+
+_ENDLESS = 2**50  # batches of a stream without an end; grain wants a length
+
+
+class TrainRows:
+    """The rows of all epochs: documents in a new order each epoch, packed, then shuffled again.
+
+    The order of the documents and of the rows are two permutations drawn from (seed, epoch), so
+    row g is a function of the corpus, T and the seed alone. The second shuffle keeps the pieces of
+    a long document from filling a batch.
+    """
+
+    def __init__(
+        self,
+        offsets: np.ndarray,
+        documents: np.ndarray,
+        *,
+        sequence_length: int,
+        seed: int,
+        pack: bool,
+    ):
+        """Plans nothing yet.
+
+        Args:
+          offsets: int64 [n + 1], bounds of the documents in the stream.
+          documents: int [d], the documents of the split.
+          sequence_length: T.
+          seed: seed of the order, at least 0.
+          pack: several documents in a row, without padding; else one piece of a document a row.
+        """
+        self._offsets = offsets
+        self._documents = documents
+        self._sequence_length = sequence_length
+        self._seed = seed
+        self._pack = pack
+        self._epochs: dict[int, tuple[packing.RowPlan, np.ndarray]] = {}
+        self.rows_per_epoch = self._epoch(0)[0].num_rows
+
+    def __len__(self) -> int:
+        return _ENDLESS
+
+    def pieces(self, row: int) -> packing.Pieces:
+        """Returns the pieces of row `row`, counted over all epochs."""
+        epoch, place = divmod(row, self.rows_per_epoch)
+        plan, order = self._epoch(epoch)
+        return plan.pieces(int(order[place]))
+
+    def _epoch(self, epoch: int) -> tuple[packing.RowPlan, np.ndarray]:
+        """Plans an epoch, and keeps the plans of its neighbours for reads across the edge."""
+        found = self._epochs.get(epoch)
+        if found is None:
+            random = np.random.default_rng([self._seed, epoch])
+            documents = random.permutation(self._documents)
+            if self._pack:
+                plan = packing.dense_plan(self._offsets, documents, self._sequence_length)
+            else:
+                plan = packing.aligned_plan(
+                    self._offsets, documents, self._sequence_length, pack=False
+                )
+            found = (plan, random.permutation(plan.num_rows))
+            # A new dict, because reader threads may look into the old one at this moment.
+            near = {e: p for e, p in self._epochs.items() if abs(e - epoch) <= 1}
+            self._epochs = {**near, epoch: found}
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_epochs": {}}  # a worker plans its epochs itself
+
+
+class EvalRows:
+    """The rows of one pass, in the order of the corpus; no document of at most T slots is cut."""
+
+    def __init__(
+        self, offsets: np.ndarray, documents: np.ndarray, *, sequence_length: int, pack: bool
+    ):
+        """Plans the rows; arguments as for `TrainRows`."""
+        self._plan = packing.aligned_plan(offsets, documents, sequence_length, pack)
+
+    def __len__(self) -> int:
+        return self._plan.num_rows
+
+    def pieces(self, row: int) -> packing.Pieces:
+        """Returns the pieces of a row; none past the end, where batches are filled up."""
+        return self._plan.pieces(row) if row < self._plan.num_rows else []
+
+
+class Batches:
+    """A grain data source: batch s of process p holds the rows (s P + p) B .. (s P + p + 1) B - 1.
+
+    So the batches of P processes, one under the other, are the batch of one process of B P rows.
+    """
+
+    def __init__(
+        self,
+        tokens: Any,
+        rows: TrainRows | EvalRows,
+        *,
+        sequence_length: int,
+        batch_size: int,
+        process_index: int,
+        process_count: int,
+    ):
+        """Describes the batches.
+
+        Args:
+          tokens: the stream; [a:b] gives an integer array [b - a].
+          rows: of this split.
+          sequence_length: T.
+          batch_size: rows of one process, B.
+          process_index, process_count: p and P.
+        """
+        self._tokens = tokens
+        self._rows = rows
+        self._sequence_length = sequence_length
+        self._batch_size = batch_size
+        self._process_index = process_index
+        self._process_count = process_count
+
+    def __len__(self) -> int:
+        return -(-len(self._rows) // (self._batch_size * self._process_count))
+
+    def __getitem__(self, step: Any) -> dict[str, np.ndarray]:
+        batch = packing.empty_batch(self._batch_size, self._sequence_length)
+        first = (int(step) * self._process_count + self._process_index) * self._batch_size
+        for row in range(self._batch_size):
+            packing.fill_row(self._tokens, self._rows.pieces(first + row), batch, row)
+        return batch
+
+
+class BatchIterator(grain.DatasetIterator):
+    """Iterates over `Batches`; its state is the number of batches taken and what they come from.
+
+    Nothing is read and no worker starts before the first batch is asked for, so restoring a
+    position costs nothing; and the position does not depend on the number of workers, on what
+    they have read ahead, or on the number of processes that share the rows.
+    """
+
+    def __init__(self, batches: Batches, identity: dict[str, Any], num_workers: int):
+        """Starts at the first batch.
+
+        Args:
+          batches: what to read.
+          identity: what the stream is a function of (JSON); a state of another one is refused.
+          num_workers: reader processes; 0 reads in a thread of this process.
+        """
+        super().__init__()
+        self._batches = batches
+        self._identity = json.loads(json.dumps(identity))
+        self._num_workers = num_workers
+        self._step = 0
+        self._reader: Any = None
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        if self._reader is None:
+            with _workers_may_start():
+                self._reader = self._open()
+                batch = next(self._reader)
+        else:
+            batch = next(self._reader)
+        self._step += 1
+        return batch
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns the position: the next batch's number, and what the stream is a function of."""
+        return {"step": self._step, **self._identity}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Moves to a position of `get_state`.
+
+        Raises:
+          ValueError: the position is of another stream (other text, tokenizer, length, batch or
+            seed), where it would mean other batches.
+        """
+        theirs = {name: value for name, value in state.items() if name != "step"}
+        for name in sorted(theirs.keys() | self._identity.keys()):
+            if theirs.get(name) != self._identity.get(name):
+                raise ValueError(
+                    f"the saved position in the data is of {name}={theirs.get(name)!r}, and this "
+                    f"run has {name}={self._identity.get(name)!r}; resume with the data, "
+                    "tokenizer and Python that the run began with"
+                )
+        self.close_reader()
+        self._step = int(state["step"])
+
+    def close(self) -> None:
+        """Ends the reader; the iterator is not used again."""
+        self.close_reader()
+        super().close()
+
+    def close_reader(self) -> None:
+        """Ends the workers; the next batch starts new ones."""
+        if self._reader is not None:
+            self._reader.close()
+        self._reader = None
+
+    def _open(self) -> Any:
+        data = grain.MapDataset.source(self._batches)[self._step :]
+        read = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
+        data = data.to_iter_dataset(read)
+        if self._num_workers:
+            options = grain.MultiprocessingOptions(
+                num_workers=self._num_workers, per_worker_buffer_size=2
+            )
+            data = data.mp_prefetch(options)
+        return iter(data)
+
+
+@contextlib.contextmanager
+def _workers_may_start() -> Iterator[None]:
+    """While entered, grain's worker processes can start from a script, a test or a notebook.
+
+    Two things stand in the way elsewhere. grain reads absl flags once jax is imported, which fails
+    before absl's app.run has parsed them. And Python's "spawn" imports the main script in each
+    worker, which runs a script without an ``if __name__ == "__main__"`` guard a second time; the
+    workers need nothing from it, so it is hidden from them.
+    """
+    main = sys.modules["__main__"]
+    hidden = {name: main.__dict__[name] for name in ("__file__", "__spec__") if name in vars(main)}
+    unparsed = not flags.FLAGS.is_parsed()
+    if unparsed:
+        flags.FLAGS.mark_as_parsed()
+    main.__dict__.pop("__file__", None)
+    main.__spec__ = None
+    try:
+        yield
+    finally:
+        main.__dict__.update(hidden)
+        if unparsed:
+            flags.FLAGS.unparse_flags()
