@@ -76,8 +76,14 @@ def encode(tokenizer: Tokenizer, name: str, text: str) -> np.ndarray:
       int32 [n], n >= 2, bos and eos included where the vocabulary has them.
 
     Raises:
-      ValueError: the vocabulary is too small for the text, or there is no token to predict.
+      ValueError: the document is empty, the vocabulary is too small for it, or there is no token
+        to predict.
     """
+    if sources.is_empty(text):
+        raise ValueError(
+            f"{name} is an empty document; remove it, or let launch/tokenize_text.py --skip_empty "
+            "count and leave out such documents"
+        )
     try:
         ids = encode_document(tokenizer, text)
     except ValueError as error:

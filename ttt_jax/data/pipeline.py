@@ -140,6 +140,10 @@ class Batches:
         return batch
 
 
+class DataPositionError(ValueError):
+    """A saved position cannot be used with the data of this run."""
+
+
 class BatchIterator(grain.DatasetIterator):
     """Iterates over `Batches`; its state is the number of batches taken and what they come from.
 
@@ -181,19 +185,34 @@ class BatchIterator(grain.DatasetIterator):
         """Moves to a position of `get_state`.
 
         Raises:
-          ValueError: the position is of another stream (other text, tokenizer, length, batch or
-            seed), where it would mean other batches.
+          DataPositionError: the position is of another stream (other text, tokenizer, length,
+            batch or seed), where it would mean other batches.
         """
         theirs = {name: value for name, value in state.items() if name != "step"}
         for name in sorted(theirs.keys() | self._identity.keys()):
             if theirs.get(name) != self._identity.get(name):
-                raise ValueError(
+                raise DataPositionError(
                     f"the saved position in the data is of {name}={theirs.get(name)!r}, and this "
                     f"run has {name}={self._identity.get(name)!r}; resume with the data, "
                     "tokenizer and Python that the run began with"
                 )
         self.close_reader()
         self._step = int(state["step"])
+
+    async def load(self, directory: Any) -> Any:
+        """Orbax's entry: returns a coroutine that moves to the position saved in `directory`.
+
+        Every process saves the same position, each in a file named after its number and the
+        number of processes; any of them will do, so a run may go on with another number.
+        """
+
+        async def load_any() -> None:
+            paths = sorted(directory.glob("process_*.json"))
+            if not paths:
+                raise FileNotFoundError(f"{directory} holds no position in the data")
+            self.set_state(json.loads(paths[0].read_text()))
+
+        return load_any()
 
     def close(self) -> None:
         """Ends the reader; the iterator is not used again."""

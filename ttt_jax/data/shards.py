@@ -91,11 +91,12 @@ class ShardWriter:
             self._write(stream[start : start + RECORD_TOKENS])
         self._rest = stream[whole:]
 
-    def close(self, source: str) -> dict[str, Any]:
+    def close(self, source: str, skipped: int = 0) -> dict[str, Any]:
         """Writes what is left, the bounds, and the metadata.
 
         Args:
           source: what the text was read from, for the record.
+          skipped: number of empty documents that were left out, for the record.
 
         Returns:
           The metadata.
@@ -114,6 +115,7 @@ class ShardWriter:
         metadata = {
             "format": FORMAT,
             "source": source,
+            "skipped": skipped,
             "tokenizer": self._tokenizer.name,
             "tokenizer_fingerprint": self._tokenizer.fingerprint,
             "vocab_size": self._tokenizer.vocab_size,

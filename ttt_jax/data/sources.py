@@ -59,28 +59,35 @@ def read_documents(source: str) -> Iterator[Document]:
       source: see `find_files`.
 
     Yields:
-      (name, text): where the document comes from, for messages; and its text, never empty.
+      (name, text): where the document comes from, for messages; and its text.
 
     Raises:
-      ValueError: a document is empty, or a file is unreadable, not UTF-8, or not what its ending
-        says; names the file (and line or row) and the way out.
+      ValueError: a file is unreadable, not UTF-8, or not what its ending says; names the file
+        (and line or row) and the way out.
 
     >>> name, text = next(read_documents("builtin"))
+    >>> name.split("/")[0], is_empty(text)
+    ('stdlib', False)
     """
     if source == "builtin":
-        documents: Iterator[Document] = iter(builtin.python_documents())
+        yield from builtin.python_documents()
     elif source == "wiki":
-        documents = iter(builtin.wiki_documents())
+        yield from builtin.wiki_documents()
     elif source.startswith("tfds:"):
         from ttt_jax.data import tfds_text  # needs a package that no other source does
 
-        documents = tfds_text.read(source)
+        yield from tfds_text.read(source)
     else:
-        documents = _read_files(find_files(source))
-    for name, text in documents:
-        if not text.strip():
-            raise ValueError(f"{name} is an empty document; none is left out silently: remove it")
-        yield name, text
+        yield from _read_files(find_files(source))
+
+
+def is_empty(text: str) -> bool:
+    r"""Says whether a document has nothing but white space.
+
+    >>> is_empty(" \n")
+    True
+    """
+    return not text.strip()
 
 
 def _expand(source: str) -> pathlib.Path:

@@ -1,6 +1,7 @@
 """What a training run asks of its text: batches, the ids of a split, a baseline, a hash."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -68,10 +69,10 @@ def text_iterator(
     corpus = corpus_lib.load(data_config.source, tokenizer)
     offsets, documents = _documents(corpus, data_config, split)
     if split == "train":
+        _check_length(offsets, documents, sequence_length, data_config)
         rows = pipeline.TrainRows(
             offsets, documents, sequence_length=sequence_length, seed=seed, pack=data_config.pack
         )
-        _check_length(offsets, documents, sequence_length, data_config)
     else:
         rows = pipeline.EvalRows(
             offsets, documents, sequence_length=sequence_length, pack=data_config.pack
@@ -101,6 +102,8 @@ def text_iterator(
 def split_ids(data_config: Any, tokenizer: Tokenizer, split: str) -> np.ndarray:
     """Returns the targets of a split: all tokens but the first of each document, in order.
 
+    All of them are in memory at once; `unigram_baseline` is for corpora that are larger.
+
     Args:
       data_config: see `text_iterator`.
       tokenizer: see `text_iterator`.
@@ -115,8 +118,24 @@ def split_ids(data_config: Any, tokenizer: Tokenizer, split: str) -> np.ndarray:
     _check(split, 1, 1, 0, 0, 1)
     corpus = corpus_lib.load(data_config.source, tokenizer)
     offsets, documents = _documents(corpus, data_config, split)
-    parts = [corpus.tokens[offsets[d] + 1 : offsets[d + 1]] for d in documents]
-    return np.concatenate(parts).astype(np.int32)
+    return np.concatenate(list(_targets(corpus, offsets, documents))).astype(np.int32)
+
+
+def unigram_baseline(data_config: Any, tokenizer: Tokenizer) -> float:
+    """Returns `unigram_perplexity` of the held-out targets, counted over the training targets.
+
+    Reads the corpus once, block by block, so it takes no memory for a corpus in shards.
+
+    Raises:
+      ValueError: see `text_iterator`.
+    """
+    corpus = corpus_lib.load(data_config.source, tokenizer)
+    offsets, *splits = corpus_lib.split(corpus, data_config.eval_fraction)
+    train, held_out = np.zeros((2, tokenizer.vocab_size), np.int64)
+    for counts, documents in zip((train, held_out), splits, strict=True):
+        for block in _targets(corpus, offsets, documents):
+            counts += np.bincount(block, minlength=tokenizer.vocab_size)
+    return _perplexity_of_counts(train, held_out)
 
 
 def corpus_hash(data_config: Any, tokenizer: Tokenizer) -> str:
@@ -157,9 +176,29 @@ def unigram_perplexity(train_ids: np.ndarray, eval_ids: np.ndarray, vocab_size: 
             raise ValueError(f"{name} holds ids outside [0, vocab_size={vocab_size})")
     if not eval_ids.size:
         raise ValueError("eval_ids is empty, so there is nothing to predict; raise eval_fraction")
-    counts = np.bincount(train_ids, minlength=vocab_size) + 1.0
-    log_p = np.log(counts) - math.log(counts.sum())
-    return float(np.exp(-np.mean(log_p[eval_ids])))
+    return _perplexity_of_counts(
+        np.bincount(train_ids, minlength=vocab_size), np.bincount(eval_ids, minlength=vocab_size)
+    )
+
+
+def _perplexity_of_counts(train: np.ndarray, held_out: np.ndarray) -> float:
+    """`unigram_perplexity` from the number of times each id occurs, int [V] each."""
+    log_p = np.log(train + 1.0) - math.log(train.sum() + len(train))
+    return math.exp(-float(held_out @ log_p) / int(held_out.sum()))
+
+
+def _targets(
+    corpus: corpus_lib.Corpus, offsets: np.ndarray, documents: np.ndarray
+) -> Iterator[np.ndarray]:
+    """Yields the targets of documents (rising indices) in blocks of neighbours."""
+    breaks = np.flatnonzero(np.diff(documents) != 1) + 1
+    for run in np.split(documents, breaks):
+        for start in range(0, len(run), 1024):
+            first, last = run[start], run[min(start + 1024, len(run)) - 1]
+            block = corpus.tokens[offsets[first] : offsets[last + 1]]
+            keep = np.ones(len(block), bool)
+            keep[offsets[first : last + 1] - offsets[first]] = False
+            yield block[keep]
 
 
 def _documents(
