@@ -286,9 +286,10 @@ class Decoder(nnx.Module):
         if caches is None and self.config.remat != "none":
             policies = jax.checkpoint_policies
             keep = {"full": None, "dots": policies.dots_with_no_batch_dims_saveable}
-            body = nnx.remat(body, policy=keep[self.config.remat])
+            body = nnx.remat(body, policy=keep[self.config.remat], graph=False)
         if self.config.scan_layers:
-            axes = dict(in_axes=(nnx.Carry, 0, 0, None), out_axes=(nnx.Carry, 0))
+            # As a plain pytree (no graph) a model can be used inside any loop of the caller's.
+            axes = dict(in_axes=(nnx.Carry, 0, 0, None), out_axes=(nnx.Carry, 0), graph=False)
             return nnx.scan(body, transform_metadata=_STACK, **axes)(x, self.layers, caches, info)
         found = []
         for index, layer in enumerate(self.layers):
