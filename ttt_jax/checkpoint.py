@@ -144,7 +144,8 @@ class Checkpoints:
         Args:
           step: its name; not there yet.
           state: the state after `step` steps. It may be donated as soon as this returns.
-          data: the iterator that yields the next step's batch, with get_state and set_state.
+          data: the iterator that yields the next step's batch; its `get_state()` is JSON and
+            the same on every process.
           config: the run's configuration.
 
         Raises:
@@ -153,13 +154,14 @@ class Checkpoints:
         self.wait()
         metadata = {
             "config": config_lib.to_dict(config),
+            "data": data.get_state(),
             "leaves": _leaf_table(state),
             "versions": {
                 name: importlib.metadata.version(name)
                 for name in ("jax", "flax", "optax", "orbax-checkpoint", "grain")
             },
         }
-        parts = {"params": state.params, "rest": state._replace(params={}), "data": data}
+        parts = {"params": state.params, "rest": state._replace(params={})}
         try:
             self._pending = self._checkpointer.save_checkpointables_async(
                 step, parts, force=True, custom_metadata=metadata
@@ -201,14 +203,16 @@ class Checkpoints:
           The state, or None if there is no checkpoint at all.
 
         Raises:
-          ValueError: a leaf has another shape or dtype in the checkpoint; the message names it.
+          ValueError: a leaf has another shape or dtype in the checkpoint, or its data position
+            is of other data; the message names what differs.
           CheckpointError: there are checkpoints and none can be read.
         """
         steps = self.steps()
         for step in reversed(steps):
-            parts = {"params": abstract.params, "rest": abstract._replace(params={}), "data": data}
+            parts = {"params": abstract.params, "rest": abstract._replace(params={})}
             found = self._try_load(step, parts, abstract)
             if found is not None:
+                data.set_state(found["metadata"]["data"])
                 return found["rest"]._replace(params=found["params"])
             self._set_aside(step)
         if steps:
@@ -239,25 +243,21 @@ class Checkpoints:
         raise CheckpointError(f"{self._folder} holds no readable checkpoint (steps {steps})")
 
     def _try_load(self, step: int, parts: dict[str, Any], abstract: Any) -> dict[str, Any] | None:
-        """Loads `parts` of a step; None with a warning if the files cannot be read."""
+        """Loads `parts` and the metadata of a step; None with a warning if it is not whole."""
         path = self._folder / str(step)
         try:
-            saved = self._saved_leaves(path)
+            metadata = json.loads((path / "_CHECKPOINT_METADATA").read_text())["custom_metadata"]
+            saved = metadata["leaves"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             logger.warning("checkpoint %s is not whole and is passed over: %s", path, error)
             return None
         _check_leaves(saved, _leaf_table(abstract), path)
         try:
-            return self._checkpointer.load_checkpointables(step, parts)
+            return self._checkpointer.load_checkpointables(step, parts) | {"metadata": metadata}
         except Exception as error:  # Orbax raises many kinds for a file that is missing or cut
             cause = str(error).splitlines()[0][:300]
             logger.warning("checkpoint %s is not whole and is passed over: %s", path, cause)
             return None
-
-    @staticmethod
-    def _saved_leaves(path: pathlib.Path) -> dict[str, list[Any]]:
-        """Reads the table of leaves of one checkpoint from its metadata file."""
-        return json.loads((path / "_CHECKPOINT_METADATA").read_text())["custom_metadata"]["leaves"]
 
     def _set_aside(self, step: int) -> None:
         """Moves an unreadable checkpoint out of the way, so that it is not counted as kept."""

@@ -1,7 +1,10 @@
 """Perplexity of a language model over a held-out split: exact, over all tokens, by position."""
 
 import dataclasses
+import json
 import math
+import os
+import pathlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,7 +14,12 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ttt_jax import sharding
+from ttt_jax.checkpoint import load_model
+from ttt_jax.inputs import open_inputs
+from ttt_jax.metrics import note
 from ttt_jax.train_step import token_losses
+
+REPORT = "evaluation.json"
 
 EvalStep = Callable[[Any, dict[str, jax.Array]], tuple[jax.Array, ...]]
 
@@ -131,6 +139,73 @@ def evaluate(
         loss=float(losses.sum() / counts.sum()),
         by_position=_ranges(losses, counts),
     )
+
+
+def print_report(step: int, result: Perplexity, unigram: float) -> None:
+    """Prints an evaluation beside the perplexity of the unigram baseline."""
+    note(
+        f"Held-out perplexity at step {step}: {result.perplexity:.3f} over {result.tokens:,} "
+        f"tokens; unigram baseline {unigram:.3f}"
+    )
+    note(result.table())
+
+
+def write_report(
+    workdir: str | os.PathLike[str], step: int, result: Perplexity, unigram: float
+) -> None:
+    """Writes evaluation.json, which marks the run as finished, in one piece or not at all.
+
+    Args:
+      workdir: the run's folder.
+      step: the step of the parameters.
+      result: of `evaluate`.
+      unigram: held-out perplexity of token frequencies, the baseline.
+    """
+    record = {"step": step, "perplexity": result.perplexity, "unigram_perplexity": unigram}
+    record |= {"loss": result.loss, "tokens": result.tokens, "by_position": result.by_position}
+    path = pathlib.Path(workdir) / REPORT
+    if jax.process_index() == 0:
+        draft = path.with_suffix(".tmp")
+        draft.write_text(json.dumps(record, indent=2) + "\n")
+        draft.replace(path)
+
+
+def read_report(workdir: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """Returns what `write_report` wrote for the run in `workdir`, or None if it has not ended.
+
+    >>> read_report("/no/such/folder") is None
+    True
+    """
+    path = pathlib.Path(workdir) / REPORT
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def evaluate_workdir(
+    workdir: str | os.PathLike[str], step: int | None = None, source: str | None = None
+) -> tuple[int, Perplexity, float]:
+    """Evaluates a trained model, on its own held-out split or on that of another text.
+
+    Args:
+      workdir: the run's folder.
+      step: the checkpoint's step; None takes the newest that can be read.
+      source: another `config.data.source`; None keeps the run's own.
+
+    Returns:
+      (step, perplexity, perplexity of the unigram baseline on the same split).
+
+    Raises:
+      CheckpointError: there is no run, or no readable checkpoint, in `workdir`.
+      ValueError: the text cannot be read, or holds no token to predict.
+    """
+    config, model, step = load_model(workdir, step)
+    if source is not None:
+        config.data.source = source
+    inputs = open_inputs(config)
+    graphdef, params = nnx.split(model, nnx.Param)
+    mesh = sharding.make_mesh()
+    eval_step = make_eval_step(graphdef, mesh, config.train.loss_chunk)
+    result = evaluate(eval_step, nnx.to_pure_dict(params), inputs.batches("eval"), mesh)
+    return step, result, inputs.unigram_perplexity()
 
 
 def _ranges(losses: np.ndarray, counts: np.ndarray) -> tuple[tuple[int, int, int, float], ...]:

@@ -1,0 +1,41 @@
+"""Measures the held-out perplexity of a trained model; see `ttt_jax.evaluate`.
+
+python launch/evaluate.py --workdir=runs/tiny
+python launch/evaluate.py --workdir=runs/tiny --step=200 --source='books/*.txt'
+"""
+
+import sys
+from collections.abc import Sequence
+
+from absl import app, flags, logging
+
+from ttt_jax import config_files, evaluate
+from ttt_jax.checkpoint import CheckpointError
+
+_WORKDIR = flags.DEFINE_string("workdir", None, "folder of the run", required=True)
+_STEP = flags.DEFINE_integer("step", None, "checkpoint to evaluate; the newest by default")
+_SOURCE = flags.DEFINE_string("source", None, "another text, as in config.data.source")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Prints perplexity, by position too, beside the unigram baseline."""
+    config_files.warnings_only()
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments {list(argv[1:])}")
+    try:
+        step, result, unigram = evaluate.evaluate_workdir(
+            _WORKDIR.value, _STEP.value, _SOURCE.value
+        )
+    except (ValueError, OSError, CheckpointError) as error:
+        logging.debug("traceback (shown with --verbosity=1)", exc_info=True)
+        sys.exit(f"error: {error}")
+    evaluate.print_report(step, result, unigram)
+
+
+def cli() -> None:
+    """Entry point of the installed program."""
+    app.run(main)
+
+
+if __name__ == "__main__":
+    cli()

@@ -1,0 +1,1 @@
+"""Experiments that make a table of several runs."""

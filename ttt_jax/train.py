@@ -1,0 +1,223 @@
+"""Trains a language model: `main(config, workdir)` reads top to bottom.
+
+The exit codes tell a scheduler what happened: 0 the run is finished; 1 it could not start or
+failed; 3 too many steps in a row were not finite; 128 + n it was ended by signal n (SIGTERM is
+143), its state is saved, and the same command goes on from there.
+"""
+
+import dataclasses
+import os
+import pathlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from ttt_jax import checkpoint, evaluate, metrics, optim, sharding
+from ttt_jax.inputs import open_inputs
+from ttt_jax.metrics import note
+from ttt_jax.train_step import Trainee, TrainState, init_state, make_train_step, make_trainee
+
+EXIT_NOT_FINITE = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Run:
+    """What the loop needs besides the state."""
+
+    config: Any
+    trainee: Trainee
+    batches: Iterator[dict[str, np.ndarray]]
+    placement: jax.sharding.NamedSharding
+    checkpoints: checkpoint.Checkpoints
+    log: metrics.MetricsLog
+    measure: Callable[[Any, int], evaluate.Perplexity]
+    stop: "StopSignal"
+
+
+def main(config: Any, workdir: str | os.PathLike[str]) -> int:
+    """Trains to `config.train.steps`, from the newest checkpoint in `workdir` if there is one.
+
+    A resumed run is bit for bit the uninterrupted one on the same devices: parameters, optimizer
+    and data position come from the checkpoint, and nothing else varies from run to run.
+
+    Args:
+      config: a `ttt_jax.config.Config`.
+      workdir: folder for checkpoints, config.json, metrics.jsonl, evaluation.json and loss.png.
+
+    Returns:
+      The process's exit code, see the head of this module.
+
+    Raises:
+      ValueError: the configuration breaks a rule; nothing was written.
+      CheckpointError: `workdir` cannot be used, or a checkpoint could not be written.
+    """
+    # ------------------------------------------------------------------ configuration
+    config.validate()
+    checkpoint.check_workdir(workdir, config)
+    if (done := _finished_message(workdir, config.train.steps)) is not None:
+        note(done)
+        return 0
+
+    # ------------------------------------------------------------------ devices
+    mesh = sharding.make_mesh(**dataclasses.asdict(config.mesh))
+    placement = sharding.batch_sharding(
+        mesh, config.data.batch_size // config.train.accumulation_steps
+    )
+    shape = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
+    note(f"Devices: {mesh.size} x {jax.devices()[0].device_kind} ({shape})")
+
+    # ------------------------------------------------------------------ data
+    inputs = open_inputs(config)
+    note(f"Text: {config.data.source!r} as {config.data.tokenizer}, hash {inputs.corpus_hash()}")
+    train_batches = inputs.batches("train")
+
+    # ------------------------------------------------------------------ model and optimizer
+    trainee = make_trainee(config.model, config.optimizer, config.train.steps, mesh)
+    params = trainee.abstract.params
+    name = f"{type(config.model).__name__}, {sum(x.size for x in jax.tree.leaves(params)):,} values"
+    note(f"Model: {name}; parameters by optimizer rule:")
+    note(optim.describe_rules(trainee.names, params, config.optimizer))
+
+    # ------------------------------------------------------------------ state: resumed or new
+    checkpoints = checkpoint.Checkpoints(workdir, config.train.keep)
+    state = checkpoints.restore(trainee.abstract, train_batches)
+    if state is None:
+        state = init_state(trainee, config.train.seed)
+        note(f"A new run in {workdir}")
+    else:
+        note(f"Resuming at step {int(state.step)} of {config.train.steps} in {workdir}")
+    checkpoint.write_config(workdir, config)
+    log = metrics.MetricsLog(workdir, int(state.step))
+
+    # ------------------------------------------------------------------ training
+    eval_step = evaluate.make_eval_step(trainee.graphdef, mesh, config.train.loss_chunk)
+
+    def measure(params: Any, max_batches: int) -> evaluate.Perplexity:
+        return evaluate.evaluate(eval_step, params, inputs.batches("eval"), mesh, max_batches)
+
+    with StopSignal() as stop, jax.set_mesh(mesh):
+        run = _Run(
+            config=config,
+            trainee=trainee,
+            batches=train_batches,
+            placement=placement,
+            checkpoints=checkpoints,
+            log=log,
+            measure=measure,
+            stop=stop,
+        )
+        state, code = _run_steps(run, state)
+    checkpoints.close()
+
+    # ------------------------------------------------------------------ evaluation and plot
+    if code == 0:
+        result = measure(state.params, 0)
+        log.write(int(state.step), "eval", {"loss": result.loss, "perplexity": result.perplexity})
+        unigram = inputs.unigram_perplexity()
+        evaluate.print_report(int(state.step), result, unigram)
+        evaluate.write_report(workdir, int(state.step), result, unigram)
+    log.close()
+    plot = metrics.plot_loss(workdir, name)
+    if plot is not None:
+        note(f"Loss plot: {plot}")
+    return code
+
+
+def _run_steps(run: _Run, state: TrainState) -> tuple[TrainState, int]:
+    """Runs the steps that are left, and saves the last one; returns the state and exit code."""
+    train, data = run.config.train, run.config.data
+    train_step = make_train_step(
+        run.trainee, accumulation_steps=train.accumulation_steps, loss_chunk=train.loss_chunk
+    )
+    model = nnx.merge(run.trainee.graphdef, run.trainee.abstract.params)
+    flops = 3 * model.flops_per_token(data.sequence_length)
+    positions = data.batch_size * data.sequence_length
+    reporter = metrics.Reporter(run.log, train.steps, train.log_every, positions, flops)
+    first, code = int(state.step), 0
+    for step in range(first + 1, train.steps + 1):
+        _profile(step - first, train.profile_steps, run.log.path.parent / "profile")
+        with jax.profiler.StepTraceAnnotation("train", step_num=step):
+            batch = sharding.place_batch(next(run.batches), run.placement)
+            state, values = train_step(state, batch)
+        reporter.add(step, values)
+        if train.eval_every and step % train.eval_every == 0 and step < train.steps:
+            reporter.flush()
+            result = run.measure(state.params, train.eval_batches)
+            run.log.write(step, "eval", {"loss": result.loss, "perplexity": result.perplexity})
+            note(f"step {step}: held-out perplexity {result.perplexity:.3f}")
+            reporter.restart()
+        too_many = reporter.skipped_in_a_row > train.max_nonfinite_steps
+        code = EXIT_NOT_FINITE if too_many else run.stop.exit_code
+        if code:
+            break
+        if step % train.save_every == 0 and step < train.steps:
+            run.checkpoints.save(step, state, run.batches, run.config)
+    reporter.flush()
+    if reporter.skipped_in_a_row > train.max_nonfinite_steps:
+        code = EXIT_NOT_FINITE
+    if int(state.step) not in run.checkpoints.steps():
+        run.checkpoints.save(int(state.step), state, run.batches, run.config)
+    run.checkpoints.wait()
+    if code == EXIT_NOT_FINITE:
+        note(
+            f"{reporter.skipped_in_a_row} steps in a row were not finite, and at most "
+            f"config.train.max_nonfinite_steps={train.max_nonfinite_steps} are borne: lower the "
+            "learning rate or look at the data"
+        )
+    if code:
+        note(f"Stopped at step {int(state.step)} with exit code {code}; the state is saved")
+    return state, code
+
+
+def _profile(done: int, count: int, folder: pathlib.Path) -> None:
+    """Starts and stops the profiler around `count` steps, after the first three of a process."""
+    if count and done == 4:
+        jax.profiler.start_trace(str(folder))
+    if count and done == 4 + count:
+        jax.profiler.stop_trace()
+
+
+def _finished_message(workdir: str | os.PathLike[str], steps: int) -> str | None:
+    """Says that the run in `workdir` has its evaluation at `steps` or later; else None."""
+    result = evaluate.read_report(workdir)
+    if result is None or result["step"] < steps:
+        return None
+    past = f", past the {steps} asked for" if result["step"] > steps else ""
+    return (
+        f"The run in {workdir} is finished: step {result['step']}{past}, held-out perplexity "
+        f"{result['perplexity']:.3f}. Nothing to do; give another --workdir for a new run"
+    )
+
+
+class StopSignal:
+    """While entered, SIGTERM and Ctrl-C ask the loop to save and end; a second one ends at once.
+
+    >>> with StopSignal() as stop:
+    ...     stop.exit_code
+    0
+    """
+
+    def __init__(self) -> None:
+        self.exit_code = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopSignal":
+        # Python lets only the main thread set handlers; elsewhere signals act as usual.
+        if threading.current_thread() is threading.main_thread():
+            for signum in (signal.SIGTERM, signal.SIGINT):
+                self._before[signum] = signal.signal(signum, self._handle)
+        return self
+
+    def _handle(self, signum: int, _frame: Any) -> None:
+        self.exit_code = 128 + signum
+        signal.signal(signum, self._before[signum])
+        note(f"{signal.Signals(signum).name}: saving and ending after this step")
+
+    def __exit__(self, *_: object) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
