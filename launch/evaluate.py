@@ -19,7 +19,6 @@ _SOURCE = flags.DEFINE_string("source", None, "another text, as in config.data.s
 
 def main(argv: Sequence[str]) -> None:
     """Prints perplexity, by position too, beside the unigram baseline."""
-    config_files.warnings_only()
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {list(argv[1:])}")
     try:
@@ -34,7 +33,7 @@ def main(argv: Sequence[str]) -> None:
 
 def cli() -> None:
     """Entry point of the installed program."""
-    app.run(main)
+    app.run(main, flags_parser=config_files.parse_flags)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ _TOKENIZER = flags.DEFINE_string("tokenizer", None, "as in config.data.tokenizer
 
 def main(argv: Sequence[str]) -> None:
     """Runs the experiment and exits with its code; an error is one line and code 1."""
-    config_files.warnings_only()
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {list(argv[1:])}")
     data = {"source": _SOURCE.value, "tokenizer": _TOKENIZER.value}
@@ -41,7 +40,7 @@ def main(argv: Sequence[str]) -> None:
 
 def cli() -> None:
     """Entry point of the installed program."""
-    app.run(main)
+    app.run(main, flags_parser=config_files.parse_flags)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ _DISTRIBUTED = flags.DEFINE_bool(
 
 def main(argv: Sequence[str]) -> None:
     """Runs the training and exits with its code; an error is one line and code 1."""
-    config_files.warnings_only()
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {list(argv[1:])}")
     if _CONFIG.value is None:
@@ -42,11 +41,7 @@ def main(argv: Sequence[str]) -> None:
 
 def cli() -> None:
     """Entry point of the installed program."""
-    try:
-        argv = config_files.resolve_flags(sys.argv)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-    app.run(main, argv=argv)
+    app.run(main, flags_parser=config_files.parse_flags)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
 import pathlib
 import runpy
+import sys
 from collections.abc import Sequence
 from typing import Any
 
-from absl import flags, logging
+from absl import app, flags, logging
 
 
 def config_folder() -> pathlib.Path:
@@ -75,10 +76,23 @@ def load(value: str) -> Any:
     return runpy.run_path(name)["get_config"](*([size] if size else []))
 
 
-def warnings_only() -> None:
-    """Hides other packages' INFO lines (Orbax writes forty a checkpoint) unless --verbosity is set.
+def parse_flags(argv: Sequence[str]) -> list[str]:
+    """Parses a command line for `absl.app.run(main, flags_parser=parse_flags)`.
 
-    Call it in `main`, after absl has read the flags.
+    Finds the --config file from any folder (`resolve_flags`), ends with one line where the file,
+    its size or a field does not exist, and hides other packages' INFO lines (Orbax writes forty
+    for each checkpoint) unless --verbosity is given.
+
+    Args:
+      argv: the command line.
+
+    Returns:
+      The arguments that are no flags, the program's name first.
     """
+    try:
+        rest = app.parse_flags_with_usage(resolve_flags(argv))
+    except (KeyError, ValueError, AttributeError) as error:
+        sys.exit(f"error: {error.args[0] if error.args else error}")
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)
+    return rest
