@@ -1,0 +1,262 @@
+"""The trainer: resume, stop, skip, refuse; all on a run that takes a second."""
+
+import json
+import logging
+import os
+import shutil
+import signal
+import threading
+
+import jax
+import numpy as np
+import pytest
+from tests.tiny_run import assert_equal_states, tiny_config, write_text
+
+from ttt_jax import checkpoint, evaluate, inputs, metrics, sharding, train
+from ttt_jax.train_step import make_trainee
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_once(tmp_path_factory):
+    """Lets the runs of this module share compiled programs through JAX's cache on disk."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    jax.config.update(names[0], str(tmp_path_factory.mktemp("cache")))
+    jax.config.update(names[1], 0.0)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("text") / "words.jsonl")
+
+
+@pytest.fixture(scope="module")
+def finished(text, tmp_path_factory):
+    """An uninterrupted run of six steps."""
+    workdir = tmp_path_factory.mktemp("finished")
+    assert train.main(tiny_config(text), workdir) == 0
+    return workdir
+
+
+def read_state(workdir, config, step=None):
+    """The state of a checkpoint, the newest by default, and the position of the data."""
+    trainee = make_trainee(config.model, config.optimizer, config.train.steps, sharding.make_mesh())
+    checkpoints = checkpoint.Checkpoints(workdir)
+    batches = inputs.open_inputs(config).batches("train")
+    assert step is None or step in checkpoints.steps()
+    state = checkpoints.restore(trainee.abstract, batches)
+    checkpoints.close()
+    return state, batches.get_state()
+
+
+def stop_at(monkeypatch, step, signum=signal.SIGTERM):
+    """Sends this process a signal while step `step` is running."""
+    steps = iter(range(1, 1000))
+    place = sharding.place_batch
+
+    def place_and_signal(*args):
+        if threading.current_thread() is threading.main_thread() and next(steps) == step:
+            os.kill(os.getpid(), signum)
+        return place(*args)
+
+    monkeypatch.setattr(sharding, "place_batch", place_and_signal)
+
+
+def test_a_run_leaves_what_it_promises(finished, text):
+    names = {path.name for path in finished.iterdir()}
+    assert names >= {"checkpoints", "config.json", "metrics.jsonl", "evaluation.json", "loss.png"}
+    assert checkpoint.Checkpoints(finished).steps() == [2, 4, 6]
+    lines = metrics.read_metrics(finished / "metrics.jsonl")
+    assert [line["step"] for line in lines if line["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
+    assert {"loss", "grad_norm", "state_norm", "learning_rate", "tokens", "mfu"} <= set(lines[0])
+    report = evaluate.read_report(finished)
+    assert report["step"] == 6
+    assert 1.0 < report["perplexity"] < 258.0
+    assert sum(count for _, _, count, _ in report["by_position"]) == report["tokens"]
+    assert (finished / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("signum, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_and_the_resumed_run_is_the_same_bit_for_bit(
+    signum, code, finished, text, tmp_path, monkeypatch
+):
+    config = tiny_config(text)
+    with monkeypatch.context() as patch:
+        stop_at(patch, 3, signum)
+        assert train.main(config, tmp_path) == code
+    assert checkpoint.Checkpoints(tmp_path).steps() == [2, 3]
+    assert train.main(config, tmp_path) == 0
+    resumed, position = read_state(tmp_path, config)
+    straight, expected_position = read_state(finished, config)
+    assert_equal_states(resumed, straight)
+    assert position == expected_position
+    losses = [[line["loss"] for line in metrics.read_metrics(d / "metrics.jsonl")]
+              for d in (tmp_path, finished)]  # fmt: skip
+    assert losses[0] == losses[1]
+    assert evaluate.read_report(tmp_path) == evaluate.read_report(finished)
+
+
+def test_a_finished_workdir_is_left_alone(finished, text, capsys):
+    before = {p: p.stat().st_mtime_ns for p in finished.rglob("*") if p.is_file()}
+    assert train.main(tiny_config(text), finished) == 0
+    assert "is finished" in capsys.readouterr().out
+    assert train.main(tiny_config(text, steps=4), finished) == 0
+    assert "past the 4 asked for" in capsys.readouterr().out
+    assert before == {p: p.stat().st_mtime_ns for p in finished.rglob("*") if p.is_file()}
+
+
+def test_a_longer_run_goes_on_from_a_finished_one(finished, text, tmp_path, caplog):
+    shutil.copytree(finished, tmp_path / "run")
+    with caplog.at_level(logging.WARNING):
+        assert train.main(tiny_config(text, steps=7), tmp_path / "run") == 0
+    assert "the learning-rate schedule" in caplog.text
+    assert checkpoint.Checkpoints(tmp_path / "run").steps()[-1] == 7
+
+
+def test_no_steps_at_all(text, tmp_path):
+    assert train.main(tiny_config(text, steps=0), tmp_path) == 0
+    assert checkpoint.Checkpoints(tmp_path).steps() == [0]
+    assert evaluate.read_report(tmp_path)["step"] == 0
+
+
+def test_the_last_step_is_saved_off_the_interval(text, tmp_path):
+    assert train.main(tiny_config(text, steps=3), tmp_path) == 0
+    assert checkpoint.Checkpoints(tmp_path).steps() == [2, 3]
+
+
+@pytest.mark.parametrize("damage", ["gutted", "cut", "flipped", "no metadata"])
+def test_a_corrupt_newest_checkpoint_falls_back(damage, finished, text, tmp_path, caplog):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    (run / "evaluation.json").unlink()
+    newest = run / "checkpoints" / "6"
+    if damage == "gutted":
+        for path in newest.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    elif damage == "no metadata":
+        (newest / "_CHECKPOINT_METADATA").unlink()
+    else:
+        files = [p for p in (newest / "params").rglob("d/*") if p.is_file()]
+        largest = max(files, key=lambda p: p.stat().st_size)
+        content = bytearray(largest.read_bytes())
+        half = len(content) // 2
+        content[half:] = b"" if damage == "cut" else bytes(255 - byte for byte in content[half:])
+        largest.write_bytes(content)
+    with caplog.at_level(logging.WARNING):
+        assert train.main(tiny_config(text), run) == 0
+    assert "6 is not whole and is passed over" in caplog.text
+    assert checkpoint.Checkpoints(run).steps()[-1] == 6
+    assert len(list((run / "broken").iterdir())) == 1
+    config = tiny_config(text)
+    assert_equal_states(read_state(run, config)[0], read_state(finished, config)[0])
+
+
+def test_nothing_readable_is_an_error_and_nothing_is_deleted(finished, text, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    (run / "evaluation.json").unlink()
+    for path in (run / "checkpoints").rglob("_CHECKPOINT_METADATA"):
+        path.write_text("{")
+    with pytest.raises(checkpoint.CheckpointError, match="can be read"):
+        train.main(tiny_config(text), run)
+    assert len(list((run / "broken").iterdir())) == 3
+
+
+def test_another_configuration_is_refused_before_work_starts(finished, text, monkeypatch):
+    monkeypatch.setattr(train, "open_inputs", lambda _: pytest.fail("work has started"))
+    config = tiny_config(text)
+    config.optimizer.learning_rate = 0.5
+    with pytest.raises(checkpoint.CheckpointError, match="optimizer.learning_rate is 0.01 there"):
+        train.main(config, finished)
+
+
+def test_fields_that_change_no_update_may_differ(finished, text, capsys):
+    config = tiny_config(text, log_every=5, keep=7)
+    config.mesh.fsdp, config.mesh.data = 1, 1
+    assert train.main(config, finished) == 0
+    assert "is finished" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("place", ["file", "under a file", "/proc/none"])
+def test_an_unwritable_workdir_is_refused(place, text, tmp_path):
+    (tmp_path / "file").write_text("")
+    workdir = {"file": tmp_path / "file", "under a file": tmp_path / "file" / "x"}.get(place, place)
+    with pytest.raises(checkpoint.CheckpointError, match="cannot be written to"):
+        train.main(tiny_config(text), workdir)
+
+
+def test_a_workdir_that_fails_in_mid_run_is_an_error(text, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    place, calls = sharding.place_batch, iter(range(100))
+
+    def place_and_break(*args):
+        if next(calls) == 2:  # after the checkpoint of step 2 was begun
+            checkpoint_folder = run / "checkpoints"
+            for _ in range(100):
+                shutil.rmtree(checkpoint_folder, ignore_errors=True)
+                if not checkpoint_folder.exists():
+                    break
+            checkpoint_folder.write_text("a file in the way")
+        return place(*args)
+
+    monkeypatch.setattr(sharding, "place_batch", place_and_break)
+    with pytest.raises(checkpoint.CheckpointError):
+        train.main(tiny_config(text), run)
+
+
+def poison(monkeypatch, steps):
+    """Makes the loss of some steps infinite, through the weights of their batches."""
+    place, count = sharding.place_batch, iter(range(1, 1000))
+
+    def place_poisoned(batch, placement):
+        if next(count) in steps:
+            batch = {**batch, "weights": np.full_like(batch["weights"], np.inf)}
+        return place(batch, placement)
+
+    monkeypatch.setattr(sharding, "place_batch", place_poisoned)
+
+
+def test_a_non_finite_step_is_skipped_and_counted(text, tmp_path, monkeypatch, capsys):
+    poison(monkeypatch, {3})
+    assert train.main(tiny_config(text), tmp_path) == 0
+    assert "step 3: loss or gradient is not finite; the step is skipped" in capsys.readouterr().out
+    lines = [r for r in metrics.read_metrics(tmp_path / "metrics.jsonl") if r["kind"] == "train"]
+    assert [line["skipped"] for line in lines] == [0, 0, 1, 1, 1, 1]
+    assert lines[2]["loss"] is None
+    json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[2], parse_constant=pytest.fail)
+
+
+def test_too_many_non_finite_steps_end_the_run(text, tmp_path, monkeypatch, capsys):
+    poison(monkeypatch, set(range(3, 100)))
+    assert train.main(tiny_config(text, max_nonfinite_steps=1), tmp_path) == train.EXIT_NOT_FINITE
+    assert "max_nonfinite_steps=1" in capsys.readouterr().out
+    assert checkpoint.Checkpoints(tmp_path).steps()[-1] >= 4
+    assert not (tmp_path / "evaluation.json").exists()
+
+
+def test_a_vocabulary_that_is_too_small_is_refused(text, tmp_path):
+    config = tiny_config(text)
+    config.model.vocab_size = 200
+    with pytest.raises(ValueError, match="vocab_size=200 is too small"):
+        train.main(config, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_evaluation_in_between_does_not_move_the_training(finished, text, tmp_path):
+    config = tiny_config(text, eval_every=2, eval_batches=1)
+    assert train.main(config, tmp_path) == 0
+    lines = metrics.read_metrics(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines if line["kind"] == "eval"] == [2, 4, 6]
+    assert_equal_states(read_state(tmp_path, config)[0], read_state(finished, config)[0])
+
+
+def test_one_compilation_of_the_step_and_one_of_the_evaluation(text, tmp_path, caplog):
+    jax.clear_caches()
+    with caplog.at_level(logging.DEBUG, "jax"), jax.log_compiles():
+        assert train.main(tiny_config(text, eval_every=2), tmp_path) == 0
+    compiled = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Compiling")]
+    assert sum("train_step" in message for message in compiled) == 1
+    assert sum("eval_step" in message for message in compiled) == 1
