@@ -1,6 +1,7 @@
 """What every test process has in common; read before jax is imported."""
 
 import os
+import pathlib
 import sys
 
 if "jax" in sys.modules:
@@ -12,6 +13,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Most of the suite's time is XLA compiling small programs that run once.
 _COMPILE_FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 os.environ["XLA_FLAGS"] = f"{_COMPILE_FAST} {os.environ.get('XLA_FLAGS', '')}".strip()
+
+# The workers, the processes that tests start, and later runs compile a program once between them.
+_CACHE = pathlib.Path(__file__).parent.parent / ".cache" / "jax"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 # pytest-xdist: the workers share the cores instead of each starting threads for all of them.
 _workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))

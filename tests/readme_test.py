@@ -44,3 +44,10 @@ def test_what_it_names_is_there(document):
 )
 def test_what_is_not_there_is_found(text, found):
     assert missing(text) == found
+
+
+def test_python_in_the_readme_runs():
+    blocks = re.findall(r"```python\n(.*?)```", (_ROOT / "README.md").read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {})
