@@ -87,3 +87,10 @@ def hopper_problem() -> str | None:
     except NotImplementedError as error:
         return str(error)
     return None
+
+
+def gpu_kernel(body, *, interpret=None, **arguments):
+    """`plgpu.kernel(body, ...)` with the compiler options that every kernel here uses."""
+    plgpu = mosaic_gpu()
+    params = plgpu.CompilerParams(approx_math=True)
+    return plgpu.kernel(body, compiler_params=params, interpret=interpret, **arguments)

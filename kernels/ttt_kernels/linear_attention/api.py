@@ -10,10 +10,14 @@ import jax
 import jax.numpy as jnp
 
 from ttt_kernels import compat
-from ttt_kernels.linear_attention import reference, shapes, xla
+from ttt_kernels.linear_attention import mosaic_gpu, reference, shapes, xla
 
-Implementation = Literal["reference", "xla"]
-_IMPLEMENTATIONS = {"reference": reference.linear_attention, "xla": xla.linear_attention}
+Implementation = Literal["reference", "xla", "mosaic_gpu"]
+_IMPLEMENTATIONS = {
+    "reference": reference.linear_attention,
+    "xla": xla.linear_attention,
+    "mosaic_gpu": mosaic_gpu.linear_attention,
+}
 _logger = logging.getLogger("ttt_kernels")
 
 
@@ -50,9 +54,10 @@ def linear_attention(
       causal: "token" or "chunk".
       chunk_size: tokens a chunk, >= 1; with causal="chunk" only.
       include_current_chunk: whether a chunk sees itself whole; with causal="chunk" only.
-      implementation: "reference" (token by token), "xla" (chunked products, any device), or None,
-        which picks the fastest that runs here and logs the choice once. A named implementation
-        never falls back.
+      implementation: "reference" (token by token), "xla" (chunked products, any device),
+        "mosaic_gpu" (kernels for Hopper GPUs: bfloat16, causal by token, dims up to 256), or
+        None, which picks the fastest that runs here and logs the choice once. A named
+        implementation never falls back.
 
     Returns:
       (out, final_state): out [batch, time, heads, value_dim] in the inputs' dtype; final_state
@@ -80,9 +85,14 @@ def linear_attention(
         )
     dtype = jnp.result_type(q, k, v)
     q, k, v = q.astype(dtype), k.astype(dtype), v.astype(dtype)
+    problem = mosaic_gpu.unsupported(q, v, causal) or compat.hopper_problem()
     if implementation is None:
-        implementation, reason = "xla", compat.hopper_problem() or "it is the only one here"
-        _log_choice(implementation, reason)
+        implementation = "xla" if problem else "mosaic_gpu"
+        _log_choice(implementation, problem or "the arguments and the device suit its kernels")
+    if implementation == "mosaic_gpu" and problem:
+        raise NotImplementedError(
+            f"implementation='mosaic_gpu' cannot run here: {problem}; implementation='xla' can"
+        )
     with jax.named_scope(f"linear_attention_{implementation}"):
         return _IMPLEMENTATIONS[implementation](
             q, k, v, log_decay=log_decay, initial_state=initial_state, segment_ids=segment_ids,

@@ -34,13 +34,14 @@ def _split(x: jax.Array) -> LogSum:
     return LogSum(whole, x - whole)
 
 
-def cumulative(log_decay: jax.Array, axis: int) -> LogSum:
+def cumulative(log_decay: jax.Array, axis: int, floor: float | None = None) -> LogSum:
     """Inclusive running sum along `axis`.
 
-    Values below -200 (float32) or -1000 (float64) count as that: their exp is 0 either way, and
-    -inf would leave NaN in the differences.
+    Values below `floor`, by default -200 (float32) or -1000 (float64), count as that: their exp
+    is 0 either way, and -inf would leave NaN in the differences.
     """
-    floor = -1000.0 if log_decay.dtype == jnp.float64 else -200.0
+    if floor is None:
+        floor = -1000.0 if log_decay.dtype == jnp.float64 else -200.0
     x = _split(jnp.maximum(log_decay, floor))
     return x.map(lambda y: jnp.cumsum(y, axis=axis))
 

@@ -1,0 +1,142 @@
+"""Forward and backward of the Mosaic GPU linear attention, as one differentiable function.
+
+The gradients are linear attentions again. With `w_ij` the decay from j to i, `R` the gradient of
+the state and `S` the state (arXiv 2312.06635, appendix C, for the gated form):
+
+    dq_i = sum_{j<=i} w_ij (do_i . v_j) k_j + do_i S_0^T ...      forwards:  (do, v, k), states S^T
+    dv_j = sum_{i>=j} w_ij (k_j . q_i) do_i + k_j R_T ...         backwards: (k, q, do), states R
+    dk_j = sum_{i>=j} w_ij (v_j . do_i) q_i + v_j R_T^T ...       backwards: (v, do, q), states R^T
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ttt_kernels.linear_attention import mosaic_gpu_decay, mosaic_gpu_kernels
+from ttt_kernels.linear_attention.tiling import BLOCK, Tiling, choose
+
+# Below exp(-16), float32's resolution, the gradient of a log decay counts as zero; see
+# `_log_decay_gradient`.
+_NEGLIGIBLE = -16.0
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def core(q, k, v, log_decay, initial_state, tiling: Tiling, interpret):
+    """Outputs and final state. Widths, heads and time are padded already.
+
+    Args:
+      q, k, v: [batch, time, heads, dim] bf16.
+      log_decay: [batch, time, heads] float32 from -200 to 0, or None.
+      initial_state: [batch, heads, key_dim, value_dim] float32.
+      tiling: static choices of the launch.
+      interpret: None, or the interpreter's parameters.
+
+    Returns:
+      (out [batch, time, heads, value_dim] bf16, final [batch, heads, key_dim, value_dim] f32).
+    """
+    return _forward(q, k, v, log_decay, initial_state, tiling, interpret)[0]
+
+
+def _decay(log_decay, tiling: Tiling, reverse: bool):
+    if log_decay is None:
+        return None
+    return mosaic_gpu_decay.prepare(log_decay, tiling.segments, reverse)
+
+
+def _edge_states(k, v, decay, edge, tiling: Tiling, reverse: bool, interpret) -> jax.Array:
+    """State ahead of each segment (in reverse: behind it), [b, h, segments, key_dim, value_dim]."""
+    if tiling.segments == 1:
+        return edge[:, :, None]
+    parts = mosaic_gpu_kernels.summaries(k, v, decay, tiling, reverse=reverse, interpret=interpret)
+    factors = None if decay is None else decay.segment
+    return mosaic_gpu_kernels.prefix(parts, edge, factors, reverse=reverse, interpret=interpret)
+
+
+def _forward(q, k, v, log_decay, initial_state, tiling: Tiling, interpret):
+    decay = _decay(log_decay, tiling, reverse=False)
+    states = _edge_states(k, v, decay, initial_state, tiling, False, interpret)
+    out, final = mosaic_gpu_kernels.outputs(
+        q, k, v, states, decay, tiling, reverse=False, interpret=interpret
+    )
+    return (out, final), (q, k, v, log_decay, states, final)
+
+
+def _swapped(q, v, tiling: Tiling, decay) -> Tiling:
+    """The tiling with the widths of keys and values exchanged."""
+    batch, length, heads, key_dim = q.shape
+    return choose(batch, length, heads, v.shape[-1], key_dim, decay=decay is not None,
+                  portable=tiling.portable, segments=tiling.segments)
+
+
+def _backward(tiling: Tiling, interpret, residuals, cotangents):
+    q, k, v, log_decay, states, final = residuals
+    d_out, d_final = cotangents
+    d_out = d_out.astype(q.dtype)
+    ahead = _decay(log_decay, tiling, reverse=False)
+    behind = _decay(log_decay, tiling, reverse=True)
+    other = _swapped(q, v, tiling, ahead)
+    run = functools.partial(mosaic_gpu_kernels.outputs, interpret=interpret)
+    transposed = functools.partial(jnp.swapaxes, axis1=-1, axis2=-2)
+    dq, _ = run(d_out, v, k, transposed(states), ahead, other, reverse=False)
+    d_states = _edge_states(q, d_out, behind, d_final, tiling, True, interpret)
+    dv, d_initial = run(k, q, d_out, d_states, behind, tiling, reverse=True)
+    dk, _ = run(v, d_out, q, transposed(d_states), behind, other, reverse=True)
+    d_log_decay = None
+    if log_decay is not None:
+        edges = _edge_gradients(states, d_states, final, d_final, d_initial)
+        d_log_decay = _log_decay_gradient(q, k, dq, dk, log_decay, edges, tiling)
+    return dq, dk, dv, d_log_decay, d_initial
+
+
+core.defvjp(_forward, _backward)
+
+
+def _edge_gradients(states, d_states, final, d_final, d_initial) -> jax.Array:
+    """`<S, R>` at each edge between segments: the gradient of the log decay of the token after it.
+
+    [batch, heads, segments + 1] float32, from the row's start to the final state.
+    """
+    edge_states = jnp.concatenate([states, final[:, :, None]], axis=2)
+    gradients = jnp.concatenate(
+        [d_initial[:, :, None], d_states[:, :, :-1], d_final[:, :, None]], axis=2
+    )
+    return jnp.sum(edge_states * gradients, axis=(-1, -2))
+
+
+def _log_decay_gradient(q, k, dq, dk, log_decay, edges, tiling: Tiling) -> jax.Array:
+    """Gradient of the log decays, [batch, time, heads].
+
+    `da_t = sum_{i>=t>j} w_ij (...)` obeys `da_t = da_{t+1} + q_t . dq_t - k_t . dk_t`, a running
+    sum from the right whose rounding errors add up. It is tied to exact values: at every
+    segment's edge, and to zero at every token whose own decay is below float32's resolution. What
+    the sum misses at the next tie to its left is spread evenly over the tokens in between.
+    """
+    length = q.shape[1]
+
+    def dot(x, y):
+        return jnp.sum(x.astype(jnp.float32) * y.astype(jnp.float32), axis=-1)
+
+    change = jnp.moveaxis(dot(q, dq) - dot(k, dk), 2, 1)  # [b, h, t]
+    first = mosaic_gpu_decay.segment_edges(length, tiling.segments)[:-1] * BLOCK
+    tied = jnp.zeros(change.shape, bool).at[..., first].set(True)
+    value = jnp.zeros_like(change).at[..., first].set(edges[..., :-1])
+    negligible = jnp.moveaxis(log_decay, 2, 1) < _NEGLIGIBLE
+    tied, value = tied | negligible, jnp.where(negligible, 0, value)
+    value = jnp.concatenate([value, edges[..., -1:]], axis=-1)
+    # Positions of the last tie at or before each token and of the next one after it; the row's
+    # first token and its end are ties.
+    time = jnp.arange(length)
+    left = lax.cummax(jnp.where(tied, time, 0), axis=2)
+    right = lax.cummin(jnp.where(tied, time, length), axis=2, reverse=True)
+    right = jnp.pad(right[..., 1:], ((0, 0), (0, 0), (0, 1)), constant_values=length)
+    sums = jnp.pad(jnp.cumsum(change, axis=-1), ((0, 0), (0, 0), (1, 0)))
+    take = functools.partial(jnp.take_along_axis, axis=-1)
+    end = take(value + sums, right)
+    missed = take(value + sums, left) - end
+    share = (right - time) / (right - left)
+    gradient = end - sums[..., :-1] + missed * share.astype(missed.dtype)
+    return jnp.moveaxis(gradient, 1, 2).astype(log_decay.dtype)
