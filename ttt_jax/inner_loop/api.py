@@ -6,15 +6,16 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from ttt_kernels import compat
 
 from ttt_jax.inner_loop import kernel, parallel, recurrent, spans
 from ttt_jax.inner_loop.checks import check_arguments
-from ttt_jax.inner_loop.chunks import Tokens, arrange
+from ttt_jax.inner_loop.chunks import arrange, head_major
 from ttt_jax.inner_loop.decode import decode_one, is_decode
 from ttt_jax.inner_loop.fast_nets import Weights
 from ttt_jax.inner_loop.spec import InnerLoop
-from ttt_jax.inner_loop.updates import State, initial_state as start_state
+from ttt_jax.inner_loop.updates import State
+from ttt_jax.inner_loop.updates import initial_state as start_state
+from ttt_kernels import compat
 
 Mode = Literal["auto", "recurrent", "parallel", "kernel"]
 
@@ -29,6 +30,7 @@ def ttt(
     lr: jax.Array | None = None,
     momentum: jax.Array | None = None,
     forget: jax.Array | None = None,
+    erase: tuple[jax.Array, jax.Array] | None = None,
     segment_ids: jax.Array | None = None,
     initial_state: State | None = None,
     mode: Mode = "auto",
@@ -51,6 +53,8 @@ def ttt(
       momentum: ``[batch, time, heads]`` in [0, 1]; exactly where ``spec.momentum == "per_token"``.
       forget: ``[batch, time, heads]`` in [0, 1], or ``[batch, time, heads, key_dim]``; exactly where
         ``spec.forget == "per_token"``.
+      erase: a pair of keys (read, write) like ``k``: each token also adds ``writeᵀ (read S)`` to the
+        state; exactly where ``spec.erase == "per_token"``.
       segment_ids: ``[batch, time]`` int32. A document is a run of equal ids >= 0 and starts from
         ``weights``; -1 is padding, which has no influence and output 0.
       initial_state: the state that an earlier call returned: its last document goes on here.
@@ -80,9 +84,11 @@ def ttt(
       >>> out.shape, int(state.buffer.count[0])
       ((1, 10, 2, 8), 2)
     """
-    check_arguments(spec, weights, q, k, v, lr, momentum, forget, segment_ids, initial_state)
+    check_arguments(
+        spec, weights, q, k, v, lr, momentum, forget, segment_ids, initial_state, erase
+    )
     mode, implementation = _choose(spec, mode, implementation)
-    tokens = _head_major(q, k, v, lr, momentum, forget)
+    tokens = head_major(q, k, v, lr, momentum, forget, erase)
     if spec.query == "key":
         tokens = tokens._replace(q=tokens.k)
     start = start_state(spec, weights, k.shape[0])
@@ -105,17 +111,6 @@ def ttt(
         else:
             out, state = recurrent.run(spec, static, chunks, first, start)
     return jnp.swapaxes(out, 1, 2), state
-
-
-def _head_major(q, k, v, lr, momentum, forget) -> Tokens:
-    """``[batch, time, heads, ...]`` to ``[batch, heads, time, ...]``, gates with a last axis."""
-
-    def turn(x):
-        if x is None:
-            return None
-        return jnp.swapaxes(x[..., None] if x.ndim == 3 else x, 1, 2)
-
-    return Tokens(*map(turn, (q, k, v, lr, momentum, forget)))
 
 
 def _choose(spec: InnerLoop, mode: Mode, implementation: str | None) -> tuple[str, str | None]:

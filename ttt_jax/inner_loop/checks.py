@@ -7,13 +7,20 @@ from ttt_jax.inner_loop.spec import InnerLoop
 from ttt_jax.inner_loop.updates import State
 
 
-def check_arguments(spec, weights, q, k, v, lr, momentum, forget, segment_ids, state) -> None:
+def check_arguments(
+    spec, weights, q, k, v, lr, momentum, forget, segment_ids, state, erase=None
+) -> None:
     """Raises ``ValueError`` for the first argument of ``ttt`` that does not fit the others."""
     if not isinstance(spec, InnerLoop):
         raise ValueError(f"spec={spec!r}: use an InnerLoop, e.g. ttt_jax.presets.lact_llm()")
     _check_tokens(q, k, v)
+    if spec.target == "value_minus_key" and k.shape != v.shape:
+        raise ValueError(
+            f"v.shape={v.shape} but k.shape={k.shape}: target='value_minus_key' needs them equal"
+        )
     _check_weights(spec, weights, k, v)
     _check_gates(spec, weights, k, lr, momentum, forget)
+    _check_erase(spec, k, erase)
     if segment_ids is not None:
         if segment_ids.shape != k.shape[:2] or not jnp.issubdtype(segment_ids.dtype, jnp.integer):
             raise ValueError(
@@ -24,6 +31,11 @@ def check_arguments(spec, weights, q, k, v, lr, momentum, forget, segment_ids, s
             raise ValueError(
                 "segment_ids with an explicit order: the spans name tokens of one sequence; call "
                 "ttt once for each document"
+            )
+        if spec.fast_net.mixes_tokens:
+            raise ValueError(
+                f"segment_ids with {type(spec.fast_net).__name__}: the network reads neighbouring "
+                "tokens; call ttt with one image a row"
             )
     if not isinstance(spec.order, str):
         end = max(span.end for span in spec.order)
@@ -53,10 +65,10 @@ def _check_tokens(q, k, v) -> None:
 
 def _check_weights(spec, weights, k, v) -> None:
     net = spec.fast_net
-    if set(weights) != set(net.names):
+    if set(weights) != set(spec.names):
         raise ValueError(
             f"weights has the names {sorted(weights)}, but {type(net).__name__} needs "
-            f"{sorted(net.names)}; make them with spec.init"
+            f"{sorted(spec.names)}; make them with spec.init"
         )
     batch, _, heads, key_dim = k.shape
     for name, w in weights.items():
@@ -67,7 +79,10 @@ def _check_weights(spec, weights, k, v) -> None:
             )
     given = {name: w.shape[-2:] for name, w in weights.items()}
     widths = {width for shape in given.values() for width in shape}
-    if all(given != net.shapes(key_dim, v.shape[3], hidden) for hidden in widths):
+    fixed = net.static_shapes(key_dim, v.shape[3])
+    if spec.order == "token_causal":
+        fixed["position_rate"] = (spec.chunk_size, 1)
+    if all(given != net.shapes(key_dim, v.shape[3], hidden) | fixed for hidden in widths):
         raise ValueError(
             f"weights have the shapes {given} a head, which do not fit key_dim={key_dim} and "
             f"value_dim={v.shape[3]} of {type(net).__name__}; make them with spec.init"
@@ -104,6 +119,10 @@ def _check_gates(spec, weights, k, lr, momentum, forget) -> None:
                 f"lr.shape={lr.shape}: one rate a channel needs as many channels as the inputs of "
                 f"the trained matrices, {trained}"
             )
+    if isinstance(spec.forget, tuple) and len(spec.forget) != k.shape[2]:
+        raise ValueError(
+            f"spec.forget has {len(spec.forget)} numbers, but heads={k.shape[2]}; give one a head"
+        )
     if momentum is not None and momentum.ndim != 3:
         raise ValueError(f"momentum.shape={momentum.shape}: it must be [batch, time, heads]")
     if forget is not None and forget.ndim != 3:
@@ -115,6 +134,24 @@ def _check_gates(spec, weights, k, lr, momentum, forget) -> None:
             )
 
 
+def _check_erase(spec, k, erase) -> None:
+    if (spec.erase is None) != (erase is None):
+        raise ValueError(
+            f"erase is {'missing' if erase is None else 'given'}, but spec.erase={spec.erase!r}: "
+            "pass a pair of keys (read, write) exactly where it is 'per_token'"
+        )
+    if erase is None:
+        return
+    if not isinstance(erase, tuple) or len(erase) != 2:
+        raise ValueError(f"erase is a {type(erase).__name__}: it must be a pair (read, write)")
+    for name, x in zip(("read", "write"), erase, strict=True):
+        if x.shape != k.shape or x.dtype != k.dtype:
+            raise ValueError(
+                f"erase {name} key is {x.dtype}{list(x.shape)}: it must be like k, "
+                f"{k.dtype}{list(k.shape)}"
+            )
+
+
 def _check_state(spec, state, weights, k, v) -> None:
     if not isinstance(state, State):
         raise ValueError(
@@ -123,8 +160,8 @@ def _check_state(spec, state, weights, k, v) -> None:
     expected = jax.eval_shape(lambda: _shapes(spec, weights, k, v))
     if jax.tree.structure(state) != jax.tree.structure(expected):
         raise ValueError(
-            "initial_state does not have the parts that spec carries (it was made by another spec): "
-            f"it has {jax.tree.structure(state)}, spec needs {jax.tree.structure(expected)}"
+            "initial_state does not have the parts that spec carries (it was made by another "
+            f"spec): it has {jax.tree.structure(state)}, spec needs {jax.tree.structure(expected)}"
         )
     paths = jax.tree_util.tree_leaves_with_path(expected)
     for (path, want), have in zip(paths, jax.tree.leaves(state), strict=True):
@@ -138,12 +175,12 @@ def _check_state(spec, state, weights, k, v) -> None:
 
 def _shapes(spec, weights, k, v) -> State:
     """A state of the right structure for these arguments, shapes only."""
-    from ttt_jax.inner_loop.chunks import Tokens, pack_buffer
+    from ttt_jax.inner_loop.chunks import Tokens, keeps_buffer, pack_buffer
     from ttt_jax.inner_loop.updates import initial_state
 
     batch, _, heads, _ = k.shape
     state = initial_state(spec, weights, batch)
-    if spec.order != "apply_then_update":
+    if not keeps_buffer(spec):
         return state
 
     def gate(setting):
@@ -152,4 +189,4 @@ def _shapes(spec, weights, k, v) -> State:
     keys, values = (jnp.zeros((batch, heads, 0, x.shape[3]), x.dtype) for x in (k, v))
     tokens = Tokens(keys, keys, values, *map(gate, (spec.rate, spec.momentum, spec.forget)))
     none = jnp.zeros((batch,), jnp.int32)
-    return state._replace(buffer=pack_buffer(tokens, spec.chunk_size, none))
+    return state._replace(buffer=pack_buffer(tokens, spec.window or spec.chunk_size, none))

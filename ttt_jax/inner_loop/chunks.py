@@ -3,7 +3,8 @@
 Both modes see the same stack of ``Slot``s: a slot holds the tokens of one update and the queries
 that read its result, so "apply then update" and "update then apply" differ only in which queries
 those are. Without documents and carried tokens a slot is a reshape; with them it is a gather, with
-every document's chunks counted from its own start, so that packed equals alone.
+every document's chunks counted from its own start, so that packed equals alone. With ``window`` a
+slot also holds the tokens before its chunk that its gradient reads.
 """
 
 from collections.abc import Callable
@@ -25,6 +26,7 @@ class Tokens(NamedTuple):
     lr: jax.Array | None  # [batch, heads, time, R] or [batch, heads, time, R, channels]
     momentum: jax.Array | None  # [batch, heads, time, 1]
     forget: jax.Array | None  # [batch, heads, time, 1 or key_dim]
+    erase: tuple[jax.Array, jax.Array] | None = None  # read and write keys, like ``k``
 
 
 class Chunks(NamedTuple):
@@ -37,6 +39,23 @@ class Chunks(NamedTuple):
     collect: Callable[[jax.Array | None, jax.Array | None], jax.Array]
     buffer: Buffer | None
     restart: jax.Array | None  # [batch] bool: the last document has no update yet
+
+
+def keeps_buffer(spec: InnerLoop) -> bool:
+    """Whether tokens are carried from call to call: an unfinished chunk, or a window."""
+    return spec.order in ("apply_then_update", "token_causal") or spec.window is not None
+
+
+def head_major(q, k, v, lr, momentum, forget, erase=None) -> Tokens:
+    """``[batch, time, heads, ...]`` to ``[batch, heads, time, ...]``, gates with a last axis."""
+
+    def turn(x):
+        if x is None:
+            return None
+        return jnp.swapaxes(x[..., None] if x.ndim == 3 else x, 1, 2)
+
+    erase = None if erase is None else tuple(map(turn, erase))
+    return Tokens(*map(turn, (q, k, v, lr, momentum, forget)), erase)
 
 
 def arrange(
@@ -56,7 +75,7 @@ def arrange(
       continued: whether the first document started before this call.
     """
     chunk = spec.chunk_size or tokens.k.shape[2]
-    if segment_ids is None and buffer is None:
+    if segment_ids is None and buffer is None and spec.window is None:
         return _reshaped(spec, tokens, chunk)
     return _gathered(spec, tokens, chunk, segment_ids, buffer, continued)
 
@@ -66,7 +85,7 @@ def _reshaped(spec: InnerLoop, tokens: Tokens, chunk: int) -> Chunks:
     batch, _, time, _ = tokens.k.shape
     full, rest = divmod(time, chunk)
     count = jnp.full((batch,), rest, jnp.int32)
-    if spec.order == "update_then_apply":
+    if spec.order != "apply_then_update":
         updates = full + (rest > 0)
         mask = None if not rest else _pad(jnp.ones((1, 1, time, 1), bool), updates * chunk)
         slots = stack_slots(spec, _pad(tokens, updates * chunk), chunk, mask)
@@ -74,14 +93,19 @@ def _reshaped(spec: InnerLoop, tokens: Tokens, chunk: int) -> Chunks:
         def collect(_, outputs):
             return _unfold(outputs)[:, :, :time]
 
-        return Chunks(slots, updates, None, None, collect, None, None)
+        kept = None
+        if spec.order == "token_causal":
+            unfinished = jax.tree.map(lambda x: x[:, :, full * chunk :], tokens)
+            kept = pack_buffer(unfinished, chunk, count)
+        return Chunks(slots, updates, None, None, collect, kept, None)
 
     queries = _pad(tokens.q[:, :, chunk:], full * chunk)
     done = jax.tree.map(lambda x: x[:, :, : full * chunk], tokens._replace(q=queries))
     slots = stack_slots(spec, done, chunk, None) if full else None
 
     def collect(base, outputs):
-        return base if outputs is None else jnp.concatenate([base, _unfold(outputs)], 2)[:, :, :time]
+        return base if outputs is None else jnp.concatenate([base, _unfold(outputs)], 2)[:, :,
+        :time]
 
     unfinished = jax.tree.map(lambda x: x[:, :, full * chunk :], tokens)
     reads = full if rest else max(full - 1, 0)
@@ -99,6 +123,9 @@ def _gathered(
 ) -> Chunks:
     """Packed documents and carried tokens: padding is squeezed out, slots are gathers."""
     batch, _, new, _ = tokens.k.shape
+    own = spec.order != "apply_then_update"  # a token reads in the slot of its own chunk
+    width = spec.window or chunk
+    carried = 0 if buffer is None else buffer.count[:, None]
     tokens, ids, place = squeeze(tokens, segment_ids, buffer)
     time, valid = ids.shape[1], ids >= 0
     document, position = documents(ids)
@@ -106,31 +133,32 @@ def _gathered(
 
     ends = (position + 1) % chunk == 0
     room = (new + (chunk - 1 if buffer is not None else 0)) // chunk
-    if spec.order == "update_then_apply":
+    if own:
         ends |= jnp.diff(document, axis=1, append=document[:, -1:] + 1) != 0
-        room = new
-    ends &= valid
+        room = room + 1 if segment_ids is None else new
+    ends &= valid & (jnp.arange(time) >= carried)  # those of a window's older tokens are past
     slot_of = jnp.cumsum(ends, 1) - ends  # the slot of each token's own chunk
     end, exists = _positions(ends, room)
     last = jnp.take_along_axis(position, end, 1)
     length = jnp.where(exists, last % chunk + 1, 0)
     begin = end - last % chunk
 
-    window = jnp.arange(chunk)
-    reads = (begin if spec.order == "update_then_apply" else end + 1)[..., None] + window
-    updates = begin[..., None] + window
-    mask = window < length[..., None]
+    index = jnp.arange(chunk)
+    reads = (begin if own else end + 1)[..., None] + index
     slots = None
     if room:
+        older = jnp.arange(chunk - width, chunk)  # with a window from below 0
+        updates = begin[..., None] + older
+        mask = (older < length[..., None]) & ((last - last % chunk)[..., None] + older >= 0)
         flat = [jnp.clip(x, 0, time - 1).reshape(batch, -1) for x in (reads, updates)]
         picked = jax.tree.map(lambda x: take(x, flat[1]), tokens)
-        picked = picked._replace(q=take(tokens.q, flat[0]))
-        slots = stack_slots(spec, picked, chunk, mask.reshape(batch, 1, -1, 1))
+        slots = stack_slots(spec, picked, width, mask.reshape(batch, 1, -1, 1))
         fresh = exists & (last // chunk == 0) & ~jnp.take_along_axis(first, end, 1)
-        slots = slots._replace(valid=exists.T, fresh=fresh.T)
+        queries = _fold(take(tokens.q, flat[0]), chunk)
+        slots = slots._replace(q=queries, valid=exists.T, fresh=fresh.T)
 
-    reader = slot_of if spec.order == "update_then_apply" else slot_of - 1
-    has_slot = valid & ((position >= chunk) | (spec.order == "update_then_apply"))
+    reader = slot_of if own else slot_of - 1
+    has_slot = valid & ((position >= chunk) | own)
     source = jnp.where(has_slot, time + reader * chunk + position % chunk, jnp.arange(time))
 
     def collect(base, outputs):
@@ -140,34 +168,42 @@ def _gathered(
         return take(everything, place)[:, :, time - new :]
 
     restart = kept = None
-    if spec.order == "apply_then_update":
+    if keeps_buffer(spec):
         total = jnp.sum(valid, 1)
         tail = jnp.maximum(total - 1, 0)[:, None]
         length = jnp.where(total > 0, jnp.take_along_axis(position, tail, 1)[:, 0] + 1, 0)
-        restart = (length < chunk) & (length > 0) & ~jnp.take_along_axis(first, tail, 1)[:, 0]
-        index = jnp.clip((total - length % chunk)[:, None] + window[: chunk - 1], 0, time - 1)
-        unfinished = jax.tree.map(lambda x: take(x, index), tokens)
-        kept = pack_buffer(unfinished, chunk, length % chunk)
-    base = None if spec.order == "update_then_apply" else tokens.q
+        if not own:
+            young = (length < chunk) & (length > 0)
+            restart = young & ~jnp.take_along_axis(first, tail, 1)[:, 0]
+        count = jnp.minimum(length, width - chunk + length % chunk)
+        index = jnp.clip((total - count)[:, None] + jnp.arange(width - 1), 0, time - 1)
+        kept = pack_buffer(jax.tree.map(lambda x: take(x, index), tokens), width, count)
+    base = None if own else tokens.q
     return Chunks(slots, room, base, first, collect, kept, restart)
 
 
 def stack_slots(spec: InnerLoop, tokens: Tokens, chunk: int, mask: jax.Array | None) -> Slot:
-    """Stacks chunks of ``tokens`` (``n * chunk`` of them; those outside ``mask`` do not count)."""
+    """Stacks chunks of ``tokens`` (``n * chunk`` of them; those outside ``mask`` do not count).
+
+    Gates are means over the chunk itself, the last ``spec.chunk_size`` tokens of a wider window.
+    """
     batch, heads, time, _ = tokens.k.shape
     wide = jnp.promote_types(tokens.k.dtype, jnp.float32)
     full = (batch, heads, time, 1)
     present = _fold(jnp.broadcast_to(jnp.ones((), wide) if mask is None else mask, full), chunk)
     present = present.astype(wide)
     number = jnp.sum(present, 3, keepdims=True)  # [n, batch, heads, 1, 1]
+    inside = present[:, :, :, -spec.chunk_size :] if spec.window else present
 
     def chunk_mean(gate, tokens_gate):
         if gate is None:
             return None
         if gate != "per_token":
-            return jnp.full(number.shape, gate, wide)
-        values = _fold(tokens_gate.astype(wide), chunk)
-        return (jnp.sum(values * present, 3, keepdims=True) / jnp.maximum(number, 1)).mT
+            by_head = jnp.reshape(jnp.asarray(gate, wide), (1, 1, -1, 1, 1))
+            return jnp.broadcast_to(by_head, number.shape)
+        values = _fold(tokens_gate.astype(wide), chunk)[:, :, :, -inside.shape[3] :]
+        total = jnp.maximum(jnp.sum(inside, 3, keepdims=True), 1)
+        return (jnp.sum(values * inside, 3, keepdims=True) / total).mT
 
     def rate_of(index):
         if spec.rate == "per_token":
@@ -187,11 +223,12 @@ def stack_slots(spec: InnerLoop, tokens: Tokens, chunk: int, mask: jax.Array | N
         forget=chunk_mean(spec.forget, tokens.forget),
         valid=None,
         fresh=None,
+        erase=None if tokens.erase is None else tuple(_fold(x, chunk) for x in tokens.erase),
     )
 
 
 def pack_buffer(tokens: Tokens, chunk: int, count: jax.Array) -> Buffer | None:
-    """Room for ``chunk - 1`` tokens, zeros after the first ``count``; ``None`` where none is used."""
+    """Room for ``chunk - 1`` tokens, zeros after the first ``count``; ``None`` for no room."""
     if chunk == 1:
         return None
     padded = _pad(tokens, chunk - 1)

@@ -11,7 +11,8 @@ from ttt_jax.inner_loop.updates import Buffer, State, apply, update
 
 def is_decode(spec: InnerLoop, tokens: Tokens) -> bool:
     """Whether ``decode_one`` serves: one token, and complete chunks of more than one token."""
-    return tokens.k.shape[2] == 1 and spec.order == "apply_then_update" and spec.chunk_size > 1
+    by_chunk = spec.order == "apply_then_update" and spec.window is None and spec.chunk_size > 1
+    return tokens.k.shape[2] == 1 and by_chunk
 
 
 def decode_one(
@@ -43,13 +44,13 @@ def decode_one(
     slot_index = jnp.where(real & ~complete, buffer.count, chunk)  # out of range: not stored
     stored = [
         None if new is None else old.at[rows, :, slot_index].set(new[:, :, 0], mode="drop")
-        for old, new in zip(buffer[:5], tokens[1:], strict=True)
+        for old, new in zip(buffer[:5], tokens[1:6], strict=True)
     ]
 
     def learn(carried, stored):
         joined = [
             None if new is None else jnp.concatenate([old.astype(new.dtype), new], 2)
-            for old, new in zip(stored, tokens[1:], strict=True)
+            for old, new in zip(stored, tokens[1:6], strict=True)
         ]
         queries = jnp.zeros((*joined[0].shape[:3], tokens.q.shape[3]), tokens.q.dtype)
         stacked = stack_slots(spec, Tokens(queries, *joined), chunk, None)

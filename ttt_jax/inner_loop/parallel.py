@@ -10,11 +10,12 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from ttt_jax.inner_loop import recurrent
 from ttt_jax.inner_loop.chunks import Chunks
 from ttt_jax.inner_loop.fast_nets import Weights, dense, outer_products
 from ttt_jax.inner_loop.recurrent import finish, read_base
 from ttt_jax.inner_loop.spec import InnerLoop
-from ttt_jax.inner_loop.updates import Slot, State, shape_update
+from ttt_jax.inner_loop.updates import Slot, State, shape_update, target
 
 _TRIANGULAR_LIMIT = 128  # chunks up to which a triangular product beats the scan
 
@@ -24,6 +25,10 @@ def obstacles(spec: InnerLoop) -> list[str]:
     found = []
     if not isinstance(spec.order, str):
         found.append("order is an explicit list of spans: it is run as written, use 'recurrent'")
+    if spec.order == "token_causal":
+        found.append("order='token_causal' is parallel inside a chunk only; use 'recurrent'")
+    if spec.chunk_size is None:
+        return found  # one update of each document, all of its tokens at once
     if not spec.loss.state_free:
         found.append(
             f"loss={type(spec.loss).__name__}: its gradient depends on the prediction, so on the "
@@ -36,6 +41,8 @@ def obstacles(spec: InnerLoop) -> list[str]:
             f"update={spec.update!r}: {type(spec.fast_net).__name__} {where}, so φ changes from "
             "chunk to chunk; use update='last_layer' or fast_nets.Linear()"
         )
+    if spec.erase is not None:
+        found.append("erase reads the state; use erase=None")
     if spec.weight_norm is not None:
         found.append("weight_norm divides by the norm of the state; use weight_norm=None")
     return found
@@ -60,6 +67,8 @@ def run(
       implementation: of the prefix over chunks: ``"associative_scan"``, ``"triangular"``, or
         ``None`` for the faster one.
     """
+    if spec.chunk_size is None:
+        return recurrent.run(spec, static, chunks, initial, start)
     base = read_base(spec, static, chunks, initial, start)
     state, outputs = initial, None
     if chunks.slots is not None:
@@ -69,8 +78,10 @@ def run(
         momentum = None if momenta is None else {name: momenta[-1]}
         state = initial._replace(weights=weights, momentum=momentum)
         if chunks.reads:
-            queries = spec.fast_net.features(static, chunks.slots.q[: chunks.reads])
-            outputs = dense(queries, states[: chunks.reads])
+            queries = chunks.slots.q[: chunks.reads]
+            gate = spec.fast_net.gate(static, queries)
+            outputs = dense(spec.fast_net.features(static, queries), states[: chunks.reads])
+            outputs = outputs if gate is None else outputs * gate
     return chunks.collect(base, outputs), finish(chunks, state, start)
 
 
@@ -85,7 +96,10 @@ def _all_states(
     """Weights (and momentum) of the last layer after each slot, ``[n, batch, heads, in, out]``."""
     name = spec.fast_net.last
     keys = spec.fast_net.features(static, slots.k)
-    gradient = outer_products(keys, spec.loss.cotangent(slots.v, slots.v), slots.rates[name])
+    goal, gate = target(spec, slots.k, slots.v), spec.fast_net.gate(static, slots.k)
+    error = spec.loss.cotangent(goal, goal)
+    error = error if gate is None else error * gate
+    gradient = outer_products(keys, error, slots.rates[name])
     if spec.loss.reduction == "mean":
         gradient = gradient / slots.count[:, :, None, None, None]
     valid = _rows(slots.valid)

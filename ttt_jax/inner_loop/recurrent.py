@@ -10,6 +10,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from ttt_jax.inner_loop import token_causal
 from ttt_jax.inner_loop.chunks import Chunks
 from ttt_jax.inner_loop.fast_nets import Weights
 from ttt_jax.inner_loop.spec import InnerLoop
@@ -35,6 +36,8 @@ def run(
     """
 
     def step(state, slot):
+        if spec.order == "token_causal":
+            return token_causal.step(spec, static, state, slot, start)
         state = update(spec, static, state, slot, start)
         return state, apply(spec, static, state, slot.q)
 

@@ -8,16 +8,17 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from ttt_kernels.newton_schulz import newton_schulz
 
-from ttt_jax.inner_loop.fast_nets import Weights
+from ttt_jax.inner_loop.fast_nets import Weights, dense, outer_products
 from ttt_jax.inner_loop.spec import InnerLoop, WeightNorm
+from ttt_kernels.newton_schulz import newton_schulz
 
 
 class Buffer(NamedTuple):
     """The tokens of the unfinished chunk, ``count`` of them at the front of each row.
 
-    ``None`` where the specification does not use a field.
+    With ``window`` the tokens before it that later updates still read are in front of it. ``None``
+    where the specification does not use a field.
     """
 
     k: jax.Array  # [batch, heads, room, key_dim]
@@ -35,7 +36,7 @@ class State(NamedTuple):
     main: dict[str, jax.Array] | None  # un-normalised copies (weight_norm form "pre")
     momentum: dict[str, jax.Array] | None  # M, [batch, heads, in, out]
     norms: dict[str, jax.Array] | None  # targets of the weight norm, [batch, heads, 1, out]
-    buffer: Buffer | None  # the unfinished chunk (order "apply_then_update")
+    buffer: Buffer | None  # the unfinished chunk, and what a window still reads
 
 
 class Slot(NamedTuple):
@@ -45,14 +46,15 @@ class Slot(NamedTuple):
     """
 
     q: jax.Array  # [batch, heads, reads, key_dim]
-    k: jax.Array  # [batch, heads, tokens, key_dim]
+    k: jax.Array  # [batch, heads, tokens, key_dim]; with a window, those before the chunk, too
     v: jax.Array  # [batch, heads, tokens, value_dim]
     rates: dict[str, jax.Array | None]  # [batch, heads, tokens, 1 or in]
-    count: jax.Array  # [batch] tokens in the chunk, the compute dtype of the state
+    count: jax.Array  # [batch] tokens that the update reads, the compute dtype of the state
     momentum: jax.Array | None  # [batch, heads, 1, 1], the chunk's mean
     forget: jax.Array | None  # [batch, heads, 1 or in, 1], the chunk's mean
     valid: jax.Array | None  # [batch] bool: the slot holds a chunk
     fresh: jax.Array | None  # [batch] bool: the chunk is the first of its document
+    erase: tuple[jax.Array, jax.Array] | None = None  # read and write keys, like ``k``
 
 
 def initial_state(spec: InnerLoop, weights: Weights, batch: int) -> State:
@@ -73,7 +75,7 @@ def initial_state(spec: InnerLoop, weights: Weights, batch: int) -> State:
         trained[name] = jnp.broadcast_to(wide, (batch, *wide.shape[-3:]))
     norms = main = momentum = None
     if spec.weight_norm is not None:
-        norms = {name: _column_norm(weight) for name, weight in trained.items()}
+        norms = {name: column_norm(weight) for name, weight in trained.items()}
         if spec.weight_norm.detach:
             norms = jax.lax.stop_gradient(norms)
         if spec.weight_norm.form == "pre":
@@ -102,21 +104,32 @@ def update(spec: InnerLoop, static: Weights, state: State, slot: Slot, start: St
         state = select(slot.fresh, start, state)
     new = state
     for step in range(spec.steps):
-        new = _step(spec, static, new, slot, slot.forget if step == 0 else None)
+        forget = slot.forget if step == 0 else None
+        learnt_at = start if spec.gradient_at == "start" else new
+        new = inner_step(spec, static, new, slot, forget, learnt_at)
     return new if slot.valid is None else select(slot.valid, new, state)
 
 
-def _step(
-    spec: InnerLoop, static: Weights, state: State, slot: Slot, forget: jax.Array | None
+def inner_step(
+    spec: InnerLoop,
+    static: Weights,
+    state: State,
+    slot: Slot,
+    forget: jax.Array | None,
+    learnt_at: State | None = None,
 ) -> State:
-    gradients = spec.fast_net.gradient(
-        {**static, **state.weights},
-        slot.k,
-        lambda prediction: spec.loss.cotangent(prediction, slot.v),
-        slot.rates,
-    )
-    if spec.loss.reduction == "mean":
-        gradients = {name: g / slot.count[:, None, None, None] for name, g in gradients.items()}
+    """The state after one inner step on one chunk.
+
+    ``forget`` is the factor of this step, ``learnt_at`` holds the weights at which the gradient is
+    taken where they are not those of ``state``.
+    """
+    weights = learning_weights(spec, learnt_at or state, forget)
+    gradients = chunk_gradients(spec, static, weights, slot)
+    if slot.erase is not None:
+        read, write = slot.erase
+        name = spec.fast_net.last
+        found = dense(read, state.weights[name])
+        gradients[name] = gradients[name] - outer_products(write, found, None)
     updates = gradients
     if spec.momentum is not None:
         updates = {name: slot.momentum * state.momentum[name] + gradients[name] for name in updates}
@@ -133,8 +146,35 @@ def _step(
     return state._replace(weights=weights, main=main, momentum=momentum)
 
 
+def learning_weights(spec: InnerLoop, state: State, forget: jax.Array | None) -> Weights:
+    """The trained matrices at which a step takes its gradient."""
+    if forget is None or not spec.forget_first:
+        return state.weights
+    return {name: forget * weight for name, weight in state.weights.items()}
+
+
+def chunk_gradients(
+    spec: InnerLoop, static: Weights, weights: Weights, slot: Slot
+) -> dict[str, jax.Array]:
+    """``Σ_i rate_i ∇L(f(k_i), v_i)`` over a slot's tokens (their mean where the loss says so)."""
+    goal = target(spec, slot.k, slot.v)
+    gradients = spec.fast_net.gradient(
+        {**static, **weights}, slot.k, lambda f: spec.loss.cotangent(f, goal), slot.rates
+    )
+    if spec.loss.reduction == "mean":
+        gradients = {name: g / slot.count[:, None, None, None] for name, g in gradients.items()}
+    return gradients
+
+
+def target(spec: InnerLoop, k: jax.Array, v: jax.Array) -> jax.Array:
+    """What the fast network is to predict at ``k``."""
+    return v - k if spec.target == "value_minus_key" else v
+
+
 def shape_update(spec: InnerLoop, update: jax.Array, token_dtype: jnp.dtype) -> jax.Array:
-    """What is added to the weights for an accumulated gradient: orthogonalised, with its sign."""
+    """What is added to the weights for an accumulated gradient: shaped, with its sign."""
+    if spec.clip:
+        update = update / (column_norm(update) + 1)
     if spec.orthogonalise is not None:
         muon = spec.orthogonalise
         dtype = jnp.dtype(muon.dtype or token_dtype)
@@ -144,11 +184,11 @@ def shape_update(spec: InnerLoop, update: jax.Array, token_dtype: jnp.dtype) -> 
 
 def normalise(norm: WeightNorm, weight: jax.Array, target: jax.Array) -> jax.Array:
     """``W / (|W| + eps) · target``, column norms over the input axis."""
-    return weight / (_column_norm(weight) + norm.eps) * target
+    return weight / (column_norm(weight) + norm.eps) * target
 
 
-def _column_norm(weight: jax.Array) -> jax.Array:
-    """``[..., 1, out]``, with gradient 0 (not NaN) where a column is zero."""
+def column_norm(weight: jax.Array) -> jax.Array:
+    """Norms over the input axis, ``[..., 1, out]``; gradient 0 (not NaN) where a column is 0."""
     squares = jnp.sum(weight * weight, axis=-2, keepdims=True)
     positive = squares > 0
     return jnp.where(positive, jnp.sqrt(jnp.where(positive, squares, 1)), 0)

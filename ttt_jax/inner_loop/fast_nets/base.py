@@ -1,13 +1,8 @@
-"""Fast networks: ``f(x) = φ(x; Θ) W``, the inner models that a TTT layer trains token by token.
-
-Row vectors: a weight is ``[..., in, out]`` and acts as ``x @ W``. The gradient of a matrix is a sum
-of outer products over tokens, ``Σ_t rate_t left_tᵀ right_t``; the built-in networks name the two
-factors in closed form, a user's own network gets the gradient by ``jax.vjp``.
-"""
+"""What every fast network has in common, and its one product, ``dense``."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +17,12 @@ class FastNet:
     """Base of the fast networks; a user's own one gives ``names``, ``shapes`` and ``apply``.
 
     Attributes:
-      init_scale: standard deviation of the initial weights times ``sqrt(fan_in)``; 0 starts at zero.
+      init_scale: standard deviation of the initial weights times ``sqrt(fan_in)``; 0: all zero.
       names: the weight matrices, in the order in which ``lr`` counts them.
-      last: name of the last layer where it is linear and bias-free (then ``f = features @ W``),
-        else ``None``: such a layer is not a linear attention.
+      static_names: arrays in ``weights`` that no inner step changes, e.g. of an output norm.
+      last: name of the last layer where it is linear and bias-free (then
+        ``f = (features @ W) · gate``), else ``None``: such a layer is not a linear attention.
+      mixes_tokens: whether ``f`` looks at neighbouring tokens, so that it needs all at once.
 
     Example:
       >>> import dataclasses, jax, jax.numpy as jnp
@@ -43,7 +40,9 @@ class FastNet:
 
     init_scale: float = 1.0
     names: ClassVar[tuple[str, ...]] = ()
+    static_names: ClassVar[tuple[str, ...]] = ()
     last: ClassVar[str | None] = None
+    mixes_tokens: ClassVar[bool] = False
 
     def shapes(
         self, key_dim: int, value_dim: int, hidden_dim: int
@@ -51,9 +50,19 @@ class FastNet:
         """The shape of each matrix of one head, ``(in, out)``, by name."""
         raise NotImplementedError(f"{type(self).__name__} must define shapes")
 
+    def static_shapes(self, key_dim: int, value_dim: int) -> dict[str, tuple[int, ...]]:
+        """The shape of one head of each array of ``static_names``."""
+        return {}
+
     def apply(self, weights: Weights, x: jax.Array) -> jax.Array:
         """``f(x)``: ``[..., time, key_dim]`` to ``[..., time, value_dim]``."""
-        return dense(self.features(weights, x), weights[self.last])
+        out = dense(self.features(weights, x), weights[self.last])
+        gate = self.gate(weights, x)
+        return out if gate is None else out * gate
+
+    def gate(self, weights: Weights, x: jax.Array) -> jax.Array | None:
+        """What multiplies the output of the last layer, ``[..., time, value_dim]``, or ``None``."""
+        return None
 
     def features(self, weights: Weights, x: jax.Array) -> jax.Array:
         """``φ(x; Θ)``, the input of the last layer, ``[..., time, features]``."""
@@ -77,8 +86,8 @@ class FastNet:
         for name, rate in rates.items():
             if rate is not None and rate.shape[-1] != 1:
                 raise ValueError(
-                    f"rate of {name} has shape {rate.shape}: {type(self).__name__} takes one rate a "
-                    "token; per-channel rates need a network that defines factors"
+                    f"rate of {name} has shape {rate.shape}: {type(self).__name__} takes one rate "
+                    "a token; per-channel rates need a network that defines factors"
                 )
             scaled = error if rate is None else (error * rate).astype(error.dtype)
             gradients[name] = pullback(scaled)[0][name]
@@ -87,13 +96,17 @@ class FastNet:
     def init(
         self, key: jax.Array, heads: int, key_dim: int, value_dim: int, hidden_dim: int
     ) -> dict[str, jax.Array]:
-        """Initial weights, normal with ``init_scale/sqrt(fan_in)``: name to ``[heads, in, out]``."""
+        """Initial weights, normal with ``init_scale/sqrt(fan_in)``, each ``[heads, in, out]``."""
         shapes = self.shapes(key_dim, value_dim, hidden_dim)
         keys = jax.random.split(key, len(shapes))
         return {
             name: jax.random.normal(k, (heads, *shape)) * (self.init_scale * shape[0] ** -0.5)
             for k, (name, shape) in zip(keys, shapes.items(), strict=True)
-        }
+        } | self.init_static(heads, key_dim, value_dim)
+
+    def init_static(self, heads: int, key_dim: int, value_dim: int) -> dict[str, jax.Array]:
+        """The arrays of ``static_names`` at the start, name to ``[heads, ...]``."""
+        return {}
 
 
 class OuterProductNet(FastNet):
@@ -113,82 +126,30 @@ class OuterProductNet(FastNet):
         return {name: outer_products(*factors[name], rate) for name, rate in rates.items()}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Linear(OuterProductNet):
-    """``f(x) = x W``: linear attention's state, DeltaNet's, Mamba-2's.
+class TokenMatrix(NamedTuple):
+    """A matrix that differs from token to token: ``W_i = W − c_i Σ_{j≤i} left_jᵀ right_j``.
 
-    Example:
-      >>> import jax
-      >>> {n: w.shape for n, w in Linear().init(jax.random.key(0), 2, 4, 3, 0).items()}
-      {'w': (2, 4, 3)}
+    ``dense`` takes one wherever it takes a matrix, and never builds the ``W_i``.
     """
 
-    names: ClassVar[tuple[str, ...]] = ("w",)
-    last: ClassVar[str | None] = "w"
+    start: jax.Array  # W, [..., in, out]
+    left: jax.Array  # [..., time, in]
+    right: jax.Array  # [..., time, out]
+    position_rate: jax.Array  # c, [..., time, 1]
 
-    def shapes(self, key_dim: int, value_dim: int, hidden_dim: int) -> dict[str, tuple[int, ...]]:
-        """``w`` is ``(key_dim, value_dim)``; ``hidden_dim`` is not used."""
-        return {"w": (key_dim, value_dim)}
-
-    def features(self, weights: Weights, x: jax.Array) -> jax.Array:
-        """``φ(x) = x``."""
-        return x
-
-    def factors(
-        self, weights: Weights, x: jax.Array, cotangent: Cotangent
-    ) -> dict[str, tuple[jax.Array, jax.Array]]:
-        """``∂L/∂W = xᵀ ∂L/∂f``."""
-        return {"w": (x, cotangent(self.apply(weights, x)))}
+    def matmul(self, x: jax.Array) -> jax.Array:
+        """``x_i W_i`` for each token ``i``, ``[..., time, in]`` to ``[..., time, out]``."""
+        scores = jnp.tril(x @ self.left.astype(x.dtype).mT) * self.position_rate.astype(x.dtype)
+        return x @ self.start.astype(x.dtype) - scores @ self.right.astype(x.dtype)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SwiGLU(OuterProductNet):
-    """``f(x) = (silu(x W0) ⊙ (x W2)) W1``: LaCT's fast network.
-
-    Source: LaCT (Zhang et al., 2025), ``lact_model/ttt_operation.py`` for the naming of weights.
-
-    Example:
-      >>> import jax
-      >>> {n: w.shape for n, w in SwiGLU().init(jax.random.key(0), 1, 4, 3, 8).items()}
-      {'w0': (1, 4, 8), 'w1': (1, 8, 3), 'w2': (1, 4, 8)}
-    """
-
-    names: ClassVar[tuple[str, ...]] = ("w0", "w1", "w2")
-    last: ClassVar[str | None] = "w1"
-
-    def shapes(self, key_dim: int, value_dim: int, hidden_dim: int) -> dict[str, tuple[int, ...]]:
-        """``w0`` and ``w2`` are ``(key_dim, hidden_dim)``, ``w1`` ``(hidden_dim, value_dim)``."""
-        return {
-            "w0": (key_dim, hidden_dim),
-            "w1": (hidden_dim, value_dim),
-            "w2": (key_dim, hidden_dim),
-        }
-
-    def features(self, weights: Weights, x: jax.Array) -> jax.Array:
-        """``φ(x) = silu(x W0) ⊙ (x W2)``."""
-        return jax.nn.silu(dense(x, weights["w0"])) * dense(x, weights["w2"])
-
-    def factors(
-        self, weights: Weights, x: jax.Array, cotangent: Cotangent
-    ) -> dict[str, tuple[jax.Array, jax.Array]]:
-        """Back-propagation through the gate: ``silu'(z) = σ(z) (1 + z (1 − σ(z)))``."""
-        gate, up = dense(x, weights["w0"]), dense(x, weights["w2"])
-        sigmoid = jax.nn.sigmoid(gate)
-        activated = gate * sigmoid
-        hidden = activated * up
-        error = cotangent(dense(hidden, weights["w1"]))
-        hidden_error = dense(error, weights["w1"].mT)
-        gate_error = hidden_error * up * (sigmoid * (1 + gate * (1 - sigmoid)))
-        up_error = hidden_error * activated
-        return {"w0": (x, gate_error), "w1": (hidden, error), "w2": (x, up_error)}
-
-
-def dense(x: jax.Array, weight: jax.Array) -> jax.Array:
+def dense(x: jax.Array, weight: jax.Array | TokenMatrix) -> jax.Array:
     """``x @ W`` in ``x.dtype``: the float32 state is rounded to the tokens' dtype for the product.
 
     Args:
       x: ``[..., time, in]``.
-      weight: ``[..., in, out]``; leading axes broadcast against those of ``x``.
+      weight: ``[..., in, out]``; leading axes broadcast against those of ``x``. Or a
+        ``TokenMatrix``: one matrix a token.
 
     Returns:
       ``[..., time, out]`` in ``x.dtype``; the accumulation is float32 or wider.
@@ -198,6 +159,8 @@ def dense(x: jax.Array, weight: jax.Array) -> jax.Array:
       >>> dense(jnp.ones((5, 2), jnp.bfloat16), jnp.ones((2, 3))).dtype
       dtype(bfloat16)
     """
+    if isinstance(weight, TokenMatrix):
+        return weight.matmul(x)
     return jnp.matmul(x, weight.astype(x.dtype))
 
 

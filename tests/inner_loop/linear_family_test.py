@@ -1,0 +1,89 @@
+"""Linear attention and delta rules against fla's and Mamba's references, in every mode."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ttt_jax
+from tests.golden_cases import Golden
+from ttt_jax import presets
+
+# case: (preset, names of q, k, v, names of the gates, whether arrays are [batch, heads, time, ...])
+SYSTEMS = {
+    "linattn_linear_recurrent": (presets.linear_attention(), "q k v", {}, False),
+    "linattn_simple_gla": (presets.gla(), "q k v", {"forget": "g"}, False),
+    "linattn_gla": (presets.gla(), "q k v", {"forget": "gk"}, False),
+    "linattn_retention": (presets.retnet(heads=2), "q k v", {}, True),
+    "linattn_mamba2_ssd": (presets.mamba2(), "C B X", {"forget": "A"}, False),
+    "linattn_delta_rule": (presets.deltanet(), "q k v", {"lr": "beta"}, True),
+    "linattn_gated_delta_rule": (
+        presets.gated_deltanet(),
+        "q k v",
+        {"lr": "beta", "forget": "g"},
+        False,
+    ),
+    "linattn_rwkv7_dplr": (
+        presets.rwkv7(),
+        "q k v",
+        {"forget": "gk", "erase": ("alpha", "beta")},
+        True,
+    ),
+}
+
+
+def _run(case, x, mode, implementation):
+    """Output and final state in the layout of the golden file."""
+    spec, names, gates, head_first = SYSTEMS[case.name]
+
+    def turn(array):
+        return jnp.swapaxes(array, 1, 2) if head_first else array
+
+    q, k, v = (turn(x[name]) for name in names.split())
+    q = q * q.shape[-1] ** -0.5 if case.hyper.get("scale") else q
+    arguments = {}
+    for name, source in gates.items():
+        if name == "erase":
+            arguments[name] = tuple(turn(x[part]) for part in source)
+        else:
+            arguments[name] = jnp.exp(turn(x[source])) if name == "forget" else turn(x[source])
+    transposed = "initial_states" in x  # Mamba's state is [value, key]
+    if transposed:
+        start = x["initial_states"][:, 0].mT
+        arguments["lr"] = jnp.ones(q.shape[:3], q.dtype)  # X and A are already multiplied by Δ
+    else:
+        start = x.get("initial_state", jnp.zeros((*q.shape[:1], 2, q.shape[3], v.shape[3]), q.dtype))
+    out, state = ttt_jax.ttt(
+        spec, {"w": start}, q, k, v, mode=mode, implementation=implementation, **arguments
+    )
+    final = state.weights["w"]
+    return turn(out), final.mT if transposed else final
+
+
+@pytest.mark.parametrize("tag", ["f64", "f32"])
+@pytest.mark.parametrize("mode", ["recurrent", "parallel", "kernel"])
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_family_is_the_official_code(name, mode, tag):
+    """Output, final state and the gradient of every input."""
+    if tag == "f32" and mode == "parallel":
+        pytest.skip("the same products as in float64")
+    case = Golden(name)
+    dtype = {"f64": "float64", "f32": "float32"}[tag]
+    implementation = "xla" if mode == "kernel" else None
+
+    def loss(x):
+        out, final = _run(case, x, mode, implementation)
+        total = jnp.sum(out * case.arrays["cot/out"])
+        if "cot/final_state" in case.arrays:
+            total += jnp.sum(final * case.arrays["cot/final_state"])
+        return total, (out, final)
+
+    with jax.enable_x64(tag == "f64"):
+        inputs = {k[3:]: jnp.asarray(x, dtype) for k, x in case.arrays.items() if k[:3] == "in/"}
+        (_, (out, final)), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(inputs)
+        case.check(f"{tag}/out", out)
+        if f"{tag}/final_state" in case.arrays:
+            case.check(f"{tag}/final_state", final)
+        for key, gradient in gradients.items():
+            assert np.any(np.asarray(gradient)), key
+            case.check(f"{tag}/grad/{key}", gradient)
