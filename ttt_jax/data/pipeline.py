@@ -166,8 +166,11 @@ class BatchIterator(grain.DatasetIterator):
         self._num_workers = num_workers
         self._step = 0
         self._reader: Any = None
+        self._refused: DataPositionError | None = None
 
     def __next__(self) -> dict[str, np.ndarray]:
+        if self._refused is not None:
+            raise self._refused
         if self._reader is None:
             with _workers_may_start():
                 self._reader = self._open()
@@ -179,6 +182,8 @@ class BatchIterator(grain.DatasetIterator):
 
     def get_state(self) -> dict[str, Any]:
         """Returns the position: the next batch's number, and what the stream is a function of."""
+        if self._refused is not None:
+            raise self._refused
         return {"step": self._step, **self._identity}
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -197,20 +202,26 @@ class BatchIterator(grain.DatasetIterator):
                     "tokenizer and Python that the run began with"
                 )
         self.close_reader()
+        self._refused = None
         self._step = int(state["step"])
 
     async def load(self, directory: Any) -> Any:
         """Orbax's entry: returns a coroutine that moves to the position saved in `directory`.
 
         Every process saves the same position, each in a file named after its number and the
-        number of processes; any of them will do, so a run may go on with another number.
+        number of processes; any of them will do, so a run may go on with another number. Orbax
+        hides what is raised in here and takes the checkpoint for broken, so a position of other
+        data is refused by the next use of the iterator.
         """
 
         async def load_any() -> None:
             paths = sorted(directory.glob("process_*.json"))
             if not paths:
                 raise FileNotFoundError(f"{directory} holds no position in the data")
-            self.set_state(json.loads(paths[0].read_text()))
+            try:
+                self.set_state(json.loads(paths[0].read_text()))
+            except DataPositionError as error:
+                self._refused = error
 
         return load_any()
 

@@ -1,6 +1,5 @@
 """Text of TensorFlow Datasets, without TensorFlow: data prepared as ArrayRecord files."""
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,19 +25,20 @@ def read(source: str) -> Iterator[tuple[str, str]]:
     feature = _text_feature(tfds, builder, source)
     try:
         records = builder.as_data_source(split=split)
-    except Exception as error:  # TFDS raises many kinds; its text is about TFRecord, not the cause
+    except Exception as error:  # an unknown split, a slice that is none, a missing file: many kinds
         raise ValueError(
-            f"source={source!r}: {builder.data_path} holds no ArrayRecord files of split "
-            f"{split!r} (TFRecord files have no random access); prepare it with "
-            f"tfds.builder({name!r}, file_format='array_record').download_and_prepare()"
+            f"source={source!r}: the split {split!r} cannot be read ({_first_line(error)}); there "
+            f"are {sorted(builder.info.splits)} in {builder.data_path}"
         ) from error
     for number in range(len(records)):
-        yield f"{source}, record {number}", records[number][feature].decode("utf-8")
+        place = f"{source}, record {number}"
+        try:
+            yield place, records[number][feature].decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{place} is not UTF-8 (byte {error.start}); mend it") from error
 
 
 def _import_tfds(source: str) -> Any:
-    # TFDS asks the network for prepared copies of a data set unless told not to.
-    os.environ.setdefault("NO_GCE_CHECK", "true")
     try:
         import tensorflow_datasets as tfds
     except ImportError as error:
@@ -63,6 +63,12 @@ def _builder(tfds: Any, source: str, name: str) -> Any:
             f"source={source!r} is not prepared in {builder.data_path}: run once, with network, "
             f"tfds.builder({name!r}, file_format='array_record').download_and_prepare(), or set "
             "TFDS_DATA_DIR to the folder that holds it"
+        )
+    if builder.info.file_format.value != "array_record":
+        raise ValueError(
+            f"source={source!r} is prepared as {builder.info.file_format.value} in "
+            f"{builder.data_path}, which has no random access without TensorFlow; prepare it with "
+            f"tfds.builder({name!r}, file_format='array_record').download_and_prepare()"
         )
     return builder
 

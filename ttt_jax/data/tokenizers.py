@@ -1,6 +1,7 @@
 """Tokenizers: bytes, SentencePiece models, and files of Hugging Face's `tokenizers` library."""
 
 import hashlib
+import json
 import pathlib
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -118,8 +119,10 @@ class HuggingFaceTokenizer:
         self.vocab_size = 1 + max(vocabulary.values(), default=-1)
         self.eos_id = next((vocabulary[n] for n in _END_NAMES if n in vocabulary), None)
         self.bos_id = next((vocabulary[n] for n in _BEGIN_NAMES if n in vocabulary), self.eos_id)
-        self.unk_id = vocabulary.get(getattr(self._tokenizer.model, "unk_token", None) or "")
+        model = json.loads(content)["model"]
+        self.unk_id = vocabulary.get(model.get("unk_token"), model.get("unk_id"))
         self.fingerprint = hashlib.sha256(content).hexdigest()
+        self._known: set[str] = set()  # characters that have been found to give an id
         self._control = {i for i in (self.bos_id, self.eos_id) if i is not None}
 
     def encode(self, text: str) -> np.ndarray:
@@ -129,30 +132,31 @@ class HuggingFaceTokenizer:
           ValueError: the vocabulary has no id for a character and none for "unknown" either, so
             the library would leave the character out.
         """
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
         if self.unk_id is None:
-            self._check_covered(text, encoding.offsets)
-        return np.asarray(encoding.ids, np.int32)
+            self._check_known(text)
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Returns the text of `ids`."""
         kept = [int(i) for i in ids if int(i) not in self._control]
         return self._tokenizer.decode(kept, skip_special_tokens=True)
 
-    def _check_covered(self, text: str, offsets: list[tuple[int, int]]) -> None:
-        """Raises ValueError naming the first character, other than a space, without an id."""
-        change = np.zeros(len(text) + 1, np.int64)
-        spans = np.asarray(offsets, np.int64).reshape(-1, 2)
-        np.add.at(change, spans[:, 0], 1)
-        np.add.at(change, spans[:, 1], -1)
-        for place in np.flatnonzero(np.cumsum(change)[:-1] == 0):
-            if not text[place].isspace():
+    def _check_known(self, text: str) -> None:
+        """Raises ValueError naming a character, other than white space, that gives no id.
+
+        Each character is tried alone, because the library's offsets are wrong after a gap.
+        """
+        normalizer = self._tokenizer.normalizer
+        for character in set(text) - self._known:
+            seen = normalizer.normalize_str(character) if normalizer else character
+            alone = self._tokenizer.encode(character, add_special_tokens=False)
+            if seen.strip() and not alone.ids:
                 raise ValueError(
                     f"tokenizer={self.name!r}: its vocabulary of {self.vocab_size} ids is too "
-                    f"small for the data, it has none for {text[place]!r} (character {place}) "
-                    "and no unknown token; give a tokenizer with byte fallback, or "
-                    'tokenizer="bytes"'
+                    f"small for the data, it has none for {character!r} and no unknown token; "
+                    'give a tokenizer with byte fallback, or tokenizer="bytes"'
                 )
+            self._known.add(character)
 
 
 def load_tokenizer(name_or_path: str) -> Tokenizer:

@@ -1,0 +1,248 @@
+"""The stream of batches: a function of the seed and the step, whatever happens in between."""
+
+import itertools
+import os
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from orbax.checkpoint import v1 as ocp
+
+from tests.data.corpora import data_config, digest, write_texts
+from ttt_jax.data import text
+from ttt_jax.data.pipeline import DataPositionError
+from ttt_jax.data.tokenizers import load_tokenizer
+
+_LENGTHS = [5, 60, 1, 17, 33, 2, 90, 8, 8, 25, 41, 3]
+_TOKENIZER = load_tokenizer("bytes")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return write_texts(tmp_path_factory.mktemp("texts"), _LENGTHS)
+
+
+def _open(source, split="train", batch_size=2, seed=3, index=0, count=1, length=16, **fields):
+    return text.text_iterator(
+        data_config(source, **fields),
+        _TOKENIZER,
+        split=split,
+        sequence_length=length,
+        batch_size=batch_size,
+        seed=seed,
+        process_index=index,
+        process_count=count,
+    )
+
+
+def _digests(iterator, count):
+    return [digest(batch) for batch in itertools.islice(iterator, count)]
+
+
+@pytest.fixture(scope="module")
+def stream(source):
+    """The first 24 batches: the training split of 246 targets is 16 rows, so three epochs."""
+    return _digests(_open(source), 24)
+
+
+def test_batches_have_the_promised_arrays(source):
+    batch = next(_open(source))
+    kinds = {name: (value.dtype.name, value.shape) for name, value in batch.items()}
+    shape = (2, 16)
+    assert kinds == {
+        "tokens": ("int32", shape),
+        "targets": ("int32", shape),
+        "segment_ids": ("int32", shape),
+        "weights": ("float32", shape),
+    }
+
+
+def test_stream_is_a_function_of_seed_and_step(source, stream):
+    assert _digests(_open(source), 24) == stream
+    assert len(set(stream)) == 24
+    assert _digests(_open(source, seed=4), 24) != stream
+    single = _open(source)
+    for step in (23, 0, 9):
+        single.set_state({**single.get_state(), "step": step})
+        assert digest(next(single)) == stream[step]
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_each_epoch_has_every_training_token_once_in_a_new_order(source, pack):
+    config = data_config(source, pack=pack)
+    expected = np.sort(text.split_ids(config, _TOKENIZER, "train"))
+    batches = _open(source, batch_size=1, pack=pack)
+    epochs = []
+    for _ in range(3):
+        targets = []
+        while sum(map(len, targets)) < expected.size:
+            batch = next(batches)
+            targets.append(batch["targets"][batch["weights"] > 0])
+        epochs.append(np.concatenate(targets))
+        np.testing.assert_array_equal(np.sort(epochs[-1]), expected)
+    assert not np.array_equal(epochs[0], epochs[1])
+    assert not np.array_equal(epochs[1], epochs[2])
+
+
+def test_resume_at_10_and_at_15_equals_uninterrupted(source, stream):
+    first = _open(source)
+    seen = _digests(first, 10)
+    time.sleep(0.05)  # the reader runs ahead; what it has read must not count
+    second = _open(source)
+    second.set_state(first.get_state())
+    seen += _digests(second, 5)
+    third = _open(source)
+    third.set_state(second.get_state())
+    seen += _digests(third, 9)
+    assert seen == stream
+
+
+@pytest.mark.parametrize("step", [7, 8, 9, 15, 16, 17])
+def test_resume_across_the_edge_of_an_epoch(source, stream, step):
+    before = _open(source)
+    _digests(before, step)
+    after = _open(source)
+    after.set_state(before.get_state())
+    assert _digests(after, 4) == stream[step : step + 4]
+
+
+def test_orbax_saves_and_restores_the_position_on_another_number_of_processes(
+    source, stream, tmp_path
+):
+    iterator = _open(source)
+    _digests(iterator, 5)
+    with ocp.training.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save_checkpointables(5, {"data": iterator})
+        (saved,) = (tmp_path / "5" / "data").glob("process_*.json")
+        for name in (saved.name, "process_0-of-7.json"):
+            saved = saved.rename(saved.with_name(name))
+            restored = _open(source)
+            checkpointer.load_checkpointables(5, {"data": restored})
+            assert _digests(restored, 3) == stream[5:8]
+        other = _open(source, seed=5)
+        checkpointer.load_checkpointables(5, {"data": other})
+    with pytest.raises(DataPositionError, match="seed=3, and this run has seed=5"):
+        next(other)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [({"seed": 1}, "seed"), ({"length": 8}, "sequence_length"), ({"batch_size": 3}, "rows"),
+     ({"pack": False}, "pack"), ({"split": "eval"}, "split")],
+)  # fmt: skip
+def test_a_position_of_another_stream_is_refused(source, change, name):
+    with pytest.raises(DataPositionError, match=f"is of {name}="):
+        _open(source, **change).set_state(_open(source).get_state())
+
+
+def test_a_position_of_other_text_is_refused(source, tmp_path):
+    other = write_texts(tmp_path, _LENGTHS, seed=1)
+    with pytest.raises(DataPositionError, match="is of corpus="):
+        _open(other).set_state(_open(source).get_state())
+
+
+def test_an_evaluation_in_between_does_not_move_the_training_stream(source, stream):
+    iterator = _open(source)
+    seen = _digests(iterator, 6)
+    list(_open(source, split="eval"))
+    assert seen + _digests(iterator, 18) == stream
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+@pytest.mark.parametrize("count", [2, 3])
+def test_one_process_is_the_union_of_several(source, split, count):
+    whole = itertools.islice(_open(source, split, length=8, batch_size=count), 40)
+    parts = [
+        _open(source, split, length=8, batch_size=1, index=i, count=count) for i in range(count)
+    ]
+    seen = 0
+    for batch in whole:
+        shares = [next(part) for part in parts]
+        for name, value in batch.items():
+            np.testing.assert_array_equal(value, np.concatenate([s[name] for s in shares]))
+        seen += 1
+    assert seen > 1
+    if split == "eval":
+        for part in parts:
+            assert next(part, None) is None
+
+
+def test_a_position_moves_to_another_number_of_processes(source):
+    one = _open(source, batch_size=4)
+    _digests(one, 3)
+    two = [_open(source, batch_size=2, index=i, count=2) for i in range(2)]
+    for part in two:
+        part.set_state(one.get_state())
+    expected = next(one)["tokens"]
+    np.testing.assert_array_equal(expected, np.concatenate([next(p)["tokens"] for p in two]))
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("length", [1, 7, 16, 200])
+def test_evaluation_has_every_target_once(source, pack, length):
+    batches = list(_open(source, "eval", batch_size=3, length=length, pack=pack))
+    targets = np.concatenate([b["targets"][b["weights"] > 0] for b in batches])
+    expected = text.split_ids(data_config(source), _TOKENIZER, "eval")
+    np.testing.assert_array_equal(np.sort(targets), np.sort(expected))
+    assert {b["tokens"].shape for b in batches} == {(3, length)}
+
+
+def test_workers_give_the_same_stream_and_take_over_its_position(source, stream):
+    iterator = _open(source)
+    seen = _digests(iterator, 5)
+    with_workers = _open(source, num_workers=2)
+    with_workers.set_state(iterator.get_state())
+    seen += _digests(with_workers, 10)
+    iterator.set_state(with_workers.get_state())
+    with_workers.close()
+    assert seen + _digests(iterator, 9) == stream
+
+
+_PLAIN = """
+print("main")
+import jax
+import sys
+from ttt_jax.config import DataConfig
+from ttt_jax.data.text import text_iterator
+from ttt_jax.data.tokenizers import load_tokenizer
+from tests.data.corpora import digest
+
+config = DataConfig(source=sys.argv[1], num_workers=int(sys.argv[2]), eval_fraction=0.25)
+batches = text_iterator(config, load_tokenizer("bytes"), split="train", sequence_length=16,
+                        batch_size=2, seed=3)
+print(*(digest(next(batches)) for _ in range(20)))
+batches.close()
+"""
+
+_ABSL = """
+from absl import app, flags
+
+_NAME = flags.DEFINE_string("name", None, "for this test")
+
+def main(argv):
+    body = {body!r}
+    exec(body, {{"__name__": "body"}})
+    print(_NAME.value)
+
+if __name__ == "__main__":
+    app.run(main)
+"""
+
+
+@pytest.mark.parametrize(("kind", "workers"), [("plain", "2"), ("absl", "1")])
+def test_workers_start_from_a_script(source, stream, tmp_path, kind, workers):
+    script = tmp_path / "script.py"
+    script.write_text(_PLAIN if kind == "plain" else _ABSL.format(body=_PLAIN))
+    flag = ["--name=seen"] if kind == "absl" else []
+    done = subprocess.run(
+        [sys.executable, str(script), source, workers, *flag],
+        capture_output=True, text=True, timeout=300, check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "main"  # and once: no worker ran the script again
+    assert lines[1].split() == stream[:20]
+    assert lines[2:] == (["seen"] if kind == "absl" else [])
