@@ -8,9 +8,9 @@ import sys
 import time
 
 import pytest
+
 from tests.tiny_run import assert_equal_states, tiny_config, write_text
 from tests.train_test import read_state
-
 from ttt_jax import evaluate
 
 _STEPS = 24

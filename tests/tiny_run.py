@@ -23,8 +23,16 @@ def tiny_config(text: pathlib.Path, **train) -> Config:
     """Returns a configuration on that text; `train` changes fields of TrainConfig."""
     return Config(
         model=lact_llm.preset(
-            "tiny", hidden_size=16, num_layers=1, num_attention_heads=2, intermediate_size=16,
-            chunk_size=16, window_size=16, low_rank=4, variant=6, scan_layers=False,
+            "tiny",
+            hidden_size=16,
+            num_layers=1,
+            num_attention_heads=2,
+            intermediate_size=16,
+            chunk_size=16,
+            window_size=16,
+            low_rank=4,
+            variant=6,
+            scan_layers=False,
             vocab_size=258,
         ),
         data=DataConfig(source=str(text), eval_fraction=0.2, sequence_length=32, batch_size=4),
@@ -36,7 +44,8 @@ def tiny_config(text: pathlib.Path, **train) -> Config:
 def assert_equal_states(a, b) -> None:
     """Fails unless two pytrees agree in structure and in every bit."""
     assert jax.tree.structure(a) == jax.tree.structure(b)
-    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True):
+    leaves = jax.tree_util.tree_leaves_with_path(a)
+    for (path, x), y in zip(leaves, jax.tree.leaves(b), strict=True):
         x, y = np.asarray(x), np.asarray(y)
         assert x.dtype == y.dtype and x.shape == y.shape, path
         assert x.tobytes() == y.tobytes(), f"{jax.tree_util.keystr(path)} differs"

@@ -10,8 +10,8 @@ import threading
 import jax
 import numpy as np
 import pytest
-from tests.tiny_run import assert_equal_states, tiny_config, write_text
 
+from tests.tiny_run import assert_equal_states, tiny_config, write_text
 from ttt_jax import checkpoint, evaluate, inputs, metrics, sharding, train
 from ttt_jax.train_step import make_trainee
 
