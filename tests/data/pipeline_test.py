@@ -213,7 +213,6 @@ config = DataConfig(source=sys.argv[1], num_workers=int(sys.argv[2]), eval_fract
 batches = text_iterator(config, load_tokenizer("bytes"), split="train", sequence_length=16,
                         batch_size=2, seed=3)
 print(*(digest(next(batches)) for _ in range(20)))
-batches.close()
 """
 
 _ABSL = """
@@ -242,6 +241,7 @@ def test_workers_start_from_a_script(source, stream, tmp_path, kind, workers):
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert "Exception" not in done.stderr and "leaked" not in done.stderr  # ended in good order
     lines = done.stdout.splitlines()
     assert lines[0] == "main"  # and once: no worker ran the script again
     assert lines[1].split() == stream[:20]

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import sys
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -165,18 +166,20 @@ class BatchIterator(grain.DatasetIterator):
         self._identity = json.loads(json.dumps(identity))
         self._num_workers = num_workers
         self._step = 0
-        self._reader: Any = None
+        self._readers: list[Any] = []  # the open reader, if any
+        # A reader must end before the modules that it needs: with this object, or at exit.
+        weakref.finalize(self, _close_all, self._readers)
         self._refused: DataPositionError | None = None
 
     def __next__(self) -> dict[str, np.ndarray]:
         if self._refused is not None:
             raise self._refused
-        if self._reader is None:
-            with _workers_may_start():
-                self._reader = self._open()
-                batch = next(self._reader)
+        if self._readers:
+            batch = next(self._readers[0])
         else:
-            batch = next(self._reader)
+            with _workers_may_start():
+                self._readers.append(self._open())
+                batch = next(self._readers[0])
         self._step += 1
         return batch
 
@@ -232,9 +235,8 @@ class BatchIterator(grain.DatasetIterator):
 
     def close_reader(self) -> None:
         """Ends the workers; the next batch starts new ones."""
-        if self._reader is not None:
-            self._reader.close()
-        self._reader = None
+        if self._readers:  # empty at exit, when this module's names may be gone
+            _close_all(self._readers)
 
     def _open(self) -> Any:
         data = grain.MapDataset.source(self._batches)[self._step :]
@@ -245,7 +247,17 @@ class BatchIterator(grain.DatasetIterator):
                 num_workers=self._num_workers, per_worker_buffer_size=2
             )
             data = data.mp_prefetch(options)
+            # Batches come through pipes: shared memory is small in containers (64 MB in Docker),
+            # and what is in it when a process ends is reported as leaked.
+            piped = grain.experimental.DatasetOptions(min_shm_size=2**40)
+            data = grain.experimental.WithOptionsIterDataset(data, piped)
         return iter(data)
+
+
+def _close_all(readers: list[Any]) -> None:
+    """Ends the readers and empties the list, so that nothing of them outlives this call."""
+    while readers:
+        readers.pop().close()
 
 
 @contextlib.contextmanager
