@@ -35,7 +35,7 @@ def python_documents() -> tuple[tuple[str, str], ...]:
     kept in the user's cache folder, one file for each installation of Python.
 
     Returns:
-      (name, text) of each document, in the order of the names: about 650 documents and 2.3
+      (name, text) of each document, in the order of the names: about 540 documents and 2.4
       million characters.
 
     Raises:
