@@ -1,8 +1,8 @@
 """Sampling: greedy against the full forward, the distribution of the filters, and refusals."""
 
-import numpy as np
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tests.models.small import forward, lact_config, small_model, tokens, transformer_config

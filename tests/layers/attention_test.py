@@ -15,7 +15,9 @@ from ttt_jax.layers.attention import (
     document_positions,
     visible_pairs,
 )
+from ttt_jax.layers.attention_blocks import KeyValue
 from ttt_jax.layers.attention_cache import cached_attention, init_attention_cache
+from ttt_jax.layers.attention_cudnn import packed_attention
 
 
 def reference(q, k, v, window, segment_ids=None):
@@ -84,6 +86,16 @@ def test_gradients_equal_those_of_the_plain_product(monkeypatch):
     expected = jax.jit(jax.grad(plain, (0, 1, 2)))(q, k, v)
     for name, a, b in zip("qkv", found, expected, strict=True):
         assert_close(a, b, tolerance("float32", 16), name)
+
+
+@pytest.mark.parametrize("window", [5, 64, 70])
+def test_masked_blocks_equal_the_definition(window):
+    """The blocks and masks that go to cuDNN for packed documents, here through XLA."""
+    q, k, v = qkv(7, 2, 150, heads=1)
+    ids = np.sort(np.random.default_rng(0).integers(0, 4, (2, 150)))
+    documents = document_indices(jnp.asarray(ids, jnp.int32))
+    out = packed_attention(q, KeyValue(k, v, documents), window, "xla")
+    assert_close(out, reference(q, k, v, window, ids), tolerance("float32", 64))
 
 
 def test_agrees_with_the_library_attention():
@@ -161,7 +173,7 @@ def test_refusals_name_the_argument_and_the_way_out():
     with pytest.raises(ValueError, match="window=0 must be at least 1"):
         causal_attention(q, k, v, window=0)
     documents = jnp.zeros((1, 4), jnp.int32)
-    with pytest.raises(ValueError, match="use 'auto' or 'xla'"):
+    with pytest.raises(ValueError, match="set window, leave segment_ids out"):
         causal_attention(q, k, v, documents=documents, implementation="cudnn")
     if jax.default_backend() != "gpu":
         with pytest.raises(NotImplementedError, match="needs a GPU"):

@@ -2,32 +2,24 @@
 
 A query sees a key when 0 <= query index − key index < window and both lie in the same document.
 Two implementations: XLA, block by block, for every dtype, device and packing; and cuDNN's fused
-kernel, through `jax.nn.dot_product_attention`, for half precision on a GPU without packing.
+kernel (`attention_cudnn`), for half precision on a GPU.
 """
 
 import logging
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ttt_jax.layers import attention_cudnn
+from ttt_jax.layers.attention_blocks import KeyValue, blocks_with_previous, join, visible
 from ttt_jax.layers.rms_norm import at_least_float32
 
 IMPLEMENTATIONS = ("auto", "xla", "cudnn")
 
 # Queries handled at once: scores take query_block · (window + query_block) floats a head.
 _QUERY_BLOCK = 512
-NO_DOCUMENT = -2
 _logged = set()
-
-
-class KeyValue(NamedTuple):
-    """Keys and values [batch, length, heads, head_dim] and documents [batch, length], int32."""
-
-    key: jax.Array
-    value: jax.Array
-    document: jax.Array | None
 
 
 def document_indices(segment_ids):
@@ -89,16 +81,6 @@ def masked_softmax_attention(q, k, v, visible):
     return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
 
 
-def _visible(query_index, key_index, window, query_document, key_document):
-    """[batch or 1, 1, queries, keys] mask from places and documents."""
-    distance = query_index[:, None] - key_index[None, :]
-    visible = (distance >= 0) & (distance < window)
-    if query_document is None:
-        return visible[None, None]
-    same = query_document[:, :, None] == key_document[:, None, :]
-    return (visible & same)[:, None]
-
-
 def _attend(q, query_document, keys: KeyValue, *, offset: int, window: int):
     """Attention of one block of queries; query i and key i + offset are the same token.
 
@@ -119,7 +101,7 @@ def _attend(q, query_document, keys: KeyValue, *, offset: int, window: int):
         # twice rather than padding every array.
         first = jnp.minimum(index * piece, time - piece)
         first_key = jnp.clip(first + offset - window + 1, 0, span - reach)
-        visible = _visible(
+        mask = visible(
             first + offset + jnp.arange(piece),
             first_key + jnp.arange(reach),
             window,
@@ -130,7 +112,7 @@ def _attend(q, query_document, keys: KeyValue, *, offset: int, window: int):
             slice_of(q, first, piece),
             slice_of(keys.key, first_key, reach),
             slice_of(keys.value, first_key, reach),
-            visible,
+            mask,
         )
 
     if count == 1:
@@ -141,69 +123,22 @@ def _attend(q, query_document, keys: KeyValue, *, offset: int, window: int):
     return jnp.concatenate([body, out[:, -1, count * piece - time :]], axis=1)
 
 
-def _blocks(x, size):
-    """[batch, n·size, …] -> [n, batch, size, …], or None."""
-    if x is None:
-        return None
-    return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
-
-
-def _pad_time(x, length, value=0):
-    if x is None or x.shape[1] == length:
-        return x
-    widths = [(0, 0), (0, length - x.shape[1])] + [(0, 0)] * (x.ndim - 2)
-    return jnp.pad(x, widths, constant_values=value)
-
-
 def _xla_attention(q, own: KeyValue, window: int, previous: KeyValue | None):
     """Each block of `window` queries against its own and the previous block of keys."""
     batch, time, heads, dim = q.shape
     if time <= window:
-        if previous is None:
-            return _attend(q, own.document, own, offset=0, window=window)
-        keys = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), previous, own)
-        return _attend(q, own.document, keys, offset=window, window=window)
-    if previous is None:
-        # The first block has no previous one: a document that no query belongs to.
-        if own.document is None:
-            own = own._replace(document=jnp.zeros((batch, time), jnp.int32))
-        empty = jnp.zeros((batch, window, heads, dim), q.dtype)
-        nowhere = jnp.full((batch, window), NO_DOCUMENT, jnp.int32)
-        previous = KeyValue(empty, empty, nowhere)
-    length = -(-time // window) * window
-    q, own = _pad_time(q, length), jax.tree.map(lambda x: _pad_time(x, length), own)
-    blocks = jax.tree.map(lambda x: _blocks(x, window), own)
-    shifted = jax.tree.map(
-        lambda first, x: jnp.concatenate([first[None], x[:-1]]), previous, blocks
-    )
+        keys = own if previous is None else join(previous, own)
+        offset = 0 if previous is None else window
+        return _attend(q, own.document, keys, offset=offset, window=window)
 
     def attend_block(xs):
         q_block, block, before = xs
-        keys = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), before, block)
+        keys = join(before, block)
         return _attend(q_block, block.document, keys, offset=window, window=window)
 
-    out = lax.map(jax.checkpoint(attend_block), (_blocks(q, window), blocks, shifted))
-    return jnp.moveaxis(out, 0, 1).reshape(batch, length, heads, dim)[:, :time]
-
-
-def _cudnn_obstacle(q, documents, previous):
-    """Why cuDNN cannot run this call: (an error to raise when it was asked for) or None."""
-    if documents is not None or previous is not None:
-        return ValueError(
-            "implementation='cudnn' has no packed documents and no cache: leave segment_ids out,"
-            " or use 'auto' or 'xla'"
-        )
-    if jax.default_backend() != "gpu":
-        return NotImplementedError(
-            f"implementation='cudnn' needs a GPU, the backend is {jax.default_backend()!r};"
-            " 'auto' and 'xla' run here"
-        )
-    if q.dtype not in (jnp.bfloat16, jnp.float16) or q.shape[-1] % 8 or q.shape[-1] > 128:
-        return NotImplementedError(
-            f"implementation='cudnn' needs bfloat16 or float16 and a head size that is a multiple"
-            f" of 8 up to 128, not {q.dtype} and {q.shape[-1]}; 'auto' and 'xla' run this"
-        )
-    return None
+    blocks = blocks_with_previous(q, own, window, previous)
+    out = lax.map(jax.checkpoint(attend_block), blocks)
+    return jnp.moveaxis(out, 0, 1).reshape(batch, -1, heads, dim)[:, :time]
 
 
 def causal_attention(
@@ -226,7 +161,8 @@ def causal_attention(
       512 × (window + 512) pairs a head exist at once.
 
     Raises:
-      ValueError: for an unknown implementation, a window below 1, or cuDNN with documents.
+      ValueError: for an unknown implementation, a window below 1, or cuDNN with a cache or with
+        documents and no window.
       NotImplementedError: if "cudnn" is asked for and this device, dtype or head size cannot.
 
     >>> x = jnp.ones((1, 6, 2, 8))
@@ -237,7 +173,9 @@ def causal_attention(
         raise ValueError(f"{implementation=} must be one of {IMPLEMENTATIONS}")
     if window is not None and window < 1:
         raise ValueError(f"{window=} must be at least 1, or None for all earlier tokens")
-    obstacle = None if implementation == "xla" else _cudnn_obstacle(q, documents, previous)
+    obstacle = None
+    if implementation != "xla":
+        obstacle = attention_cudnn.obstacle(q, window, documents, previous)
     if implementation == "cudnn" and obstacle is not None:
         raise obstacle
     chosen = "xla" if implementation == "xla" or obstacle is not None else "cudnn"
@@ -246,10 +184,7 @@ def causal_attention(
         logging.info("attention: using %s%s", chosen, f" ({obstacle})" if obstacle else "")
     with jax.named_scope("attention"):
         if chosen == "cudnn":
-            local = None if window is None or window >= q.shape[1] else (window - 1, 0)
-            return jax.nn.dot_product_attention(
-                q, k, v, is_causal=True, local_window_size=local, implementation="cudnn"
-            )
+            return attention_cudnn.attention(q, k, v, window, documents)
         window = max(q.shape[1], 1) if window is None else window
         return _xla_attention(q, KeyValue(k, v, documents), window, previous)
 

@@ -5,12 +5,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ttt_jax.layers.attention import (
-    NO_DOCUMENT,
-    KeyValue,
-    causal_attention,
-    masked_softmax_attention,
-)
+from ttt_jax.layers.attention import causal_attention, masked_softmax_attention
+from ttt_jax.layers.attention_blocks import NO_DOCUMENT, KeyValue
 
 
 class AttentionCache(NamedTuple):
