@@ -1,4 +1,4 @@
-"""Random arguments of ``ttt`` for a specification, and what the tests do with them again and again."""
+"""Random arguments of ``ttt`` for a specification, and what tests do with them."""
 
 import functools
 
@@ -9,11 +9,25 @@ import numpy as np
 import ttt_jax
 
 
-def arguments(spec, *, time, batch=2, heads=2, dim=6, value_dim=None, dtype="float64", seed=0):
+def arguments(
+    spec,
+    *,
+    time,
+    batch=2,
+    heads=2,
+    dim=6,
+    value_dim=None,
+    dtype="float64",
+    seed=0,
+    channel_gate=False,
+):
     """``(weights, tokens)``: initial weights, and q, k, v and the gates that ``spec`` needs."""
     rng = np.random.default_rng(seed)
     value_dim = value_dim or dim
     shapes = spec.fast_net.shapes(dim, value_dim, dim + 2)
+    shapes |= spec.fast_net.static_shapes(dim, value_dim)
+    if spec.order == "token_causal":
+        shapes["position_rate"] = (spec.chunk_size, 1)
     weights = {
         n: jnp.asarray(rng.normal(size=(heads, *s)) * s[0] ** -0.5, dtype)
         for n, s in shapes.items()
@@ -29,13 +43,15 @@ def arguments(spec, *, time, batch=2, heads=2, dim=6, value_dim=None, dtype="flo
     if spec.momentum == "per_token":
         tokens["momentum"] = rng.uniform(0.1, 0.9, lead)
     if spec.forget == "per_token":
-        tokens["forget"] = rng.uniform(0.5, 1.0, lead)
-    return weights, {n: jnp.asarray(x, dtype) for n, x in tokens.items()}
+        tokens["forget"] = rng.uniform(0.5, 1.0, (*lead, dim) if channel_gate else lead)
+    if spec.erase == "per_token":
+        tokens["erase"] = tuple(rng.normal(size=(2, *lead, dim)) * 0.5 * dim**-0.5)
+    return weights, jax.tree.map(lambda x: jnp.asarray(x, dtype), tokens)
 
 
 def cut(tokens, begin, end):
     """The tokens ``begin:end`` of each array."""
-    return {name: x[:, begin:end] for name, x in tokens.items()}
+    return jax.tree.map(lambda x: x[:, begin:end], tokens)
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "mode", "implementation"))

@@ -1,5 +1,7 @@
 """Linear attention and delta rules against fla's and Mamba's references, in every mode."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,9 @@ import pytest
 
 import ttt_jax
 from tests.golden_cases import Golden
-from ttt_jax import presets
+from tests.inner_loop import cases
+from tests.tolerances import assert_close
+from ttt_jax import losses, presets
 
 # case: (preset, names of q, k, v, names of the gates, whether arrays are [batch, heads, time, ...])
 SYSTEMS = {
@@ -52,7 +56,8 @@ def _run(case, x, mode, implementation):
         start = x["initial_states"][:, 0].mT
         arguments["lr"] = jnp.ones(q.shape[:3], q.dtype)  # X and A are already multiplied by Δ
     else:
-        start = x.get("initial_state", jnp.zeros((*q.shape[:1], 2, q.shape[3], v.shape[3]), q.dtype))
+        zero = jnp.zeros((q.shape[0], 2, q.shape[3], v.shape[3]), q.dtype)
+        start = x.get("initial_state", zero)
     out, state = ttt_jax.ttt(
         spec, {"w": start}, q, k, v, mode=mode, implementation=implementation, **arguments
     )
@@ -87,3 +92,46 @@ def test_family_is_the_official_code(name, mode, tag):
         for key, gradient in gradients.items():
             assert np.any(np.asarray(gradient)), key
             case.check(f"{tag}/grad/{key}", gradient)
+
+
+def _segments(time):
+    """Documents with padding inside, one of a single token; one long document."""
+    row = np.repeat(np.arange(4), [3, 1, 9, time])[:time]
+    row[5] = -1
+    return jnp.asarray(np.stack([row, np.full(time, 2)]), jnp.int32)
+
+
+DELTA_RULES = {
+    "forget_first": {"forget": "per_token", "forget_first": True},
+    "forget_later": {"forget": "per_token", "loss": losses.Squared(scale=0.5)},
+    "ascent_by_head": {"forget": (0.9, 0.7), "rate": 0.2, "direction": "ascent"},
+    "value_minus_key": {"target": "value_minus_key"},
+    "erase": {"loss": losses.DotProduct(), "erase": "per_token", "forget": "per_token"},
+    "channel_gate": {"forget": "per_token", "loss": losses.DotProduct(scale=0.3)},
+    "channel_gate_delta": {"forget": "per_token", "forget_first": True},
+}
+
+
+@pytest.mark.parametrize("name", DELTA_RULES)
+def test_one_delta_rule_is_the_recurrence(name):
+    """Packed documents from weights that are not zero, a carried state, and every gradient."""
+    spec = dataclasses.replace(presets.deltanet(), **DELTA_RULES[name])
+    wide = name.startswith("channel_gate") or name == "erase"
+    time = 21
+    with jax.enable_x64(True):
+        weights, tokens = cases.arguments(spec, time=time, dim=4, channel_gate=wide)
+        _, before = cases.arguments(spec, time=5, dim=4, seed=1, channel_gate=wide)
+        ids = _segments(time)
+        _, state = cases.run(spec, weights, before)
+        expected = cases.gradients(spec, weights, tokens, ids, state)
+        found = cases.gradients(spec, weights, tokens, ids, state, "kernel", "xla")
+        pairs = zip(cases.named_leaves(found), cases.named_leaves(expected), strict=True)
+        for (leaf, a), (_, b) in pairs:
+            assert_close(a, b, 1e-10, leaf)
+
+
+def test_a_named_prefix_does_not_run_a_delta_rule():
+    """``implementation`` of the prefix over chunks names nothing that a delta rule has."""
+    weights, tokens = cases.arguments(presets.deltanet(), time=4, dtype="float32")
+    with pytest.raises(ValueError, match="implementation='associative_scan'"):
+        cases.run(presets.deltanet(), weights, tokens, None, None, "parallel", "associative_scan")

@@ -7,7 +7,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from ttt_jax.inner_loop import kernel, parallel, recurrent, spans
+from ttt_jax.inner_loop import delta, kernel, parallel, recurrent, spans
 from ttt_jax.inner_loop.checks import check_arguments
 from ttt_jax.inner_loop.chunks import arrange, head_major
 from ttt_jax.inner_loop.decode import decode_one, is_decode
@@ -87,7 +87,8 @@ def ttt(
     check_arguments(
         spec, weights, q, k, v, lr, momentum, forget, segment_ids, initial_state, erase
     )
-    mode, implementation = _choose(spec, mode, implementation)
+    channel_gate = delta.has_channel_gate(forget)
+    mode, implementation = _choose(spec, mode, implementation, channel_gate)
     tokens = head_major(q, k, v, lr, momentum, forget, erase)
     if spec.query == "key":
         tokens = tokens._replace(q=tokens.k)
@@ -113,11 +114,13 @@ def ttt(
     return jnp.swapaxes(out, 1, 2), state
 
 
-def _choose(spec: InnerLoop, mode: Mode, implementation: str | None) -> tuple[str, str | None]:
+def _choose(
+    spec: InnerLoop, mode: Mode, implementation: str | None, channel_gate: bool
+) -> tuple[str, str | None]:
     """The mode that runs and its implementation; raises where a named one cannot."""
     if mode not in ("auto", "recurrent", "parallel", "kernel"):
         raise ValueError(f"{mode=}: use 'auto', 'recurrent', 'parallel' or 'kernel'")
-    serial, no_kernel = parallel.obstacles(spec), kernel.obstacles(spec)
+    serial, no_kernel = parallel.obstacles(spec), kernel.obstacles(spec, channel_gate)
     if mode == "auto":
         if implementation is not None:
             raise ValueError(f"{implementation=} needs a named mode; mode='auto' picks both")
@@ -131,7 +134,8 @@ def _choose(spec: InnerLoop, mode: Mode, implementation: str | None) -> tuple[st
         raise ValueError("mode='parallel' cannot run this specification: " + "; ".join(serial))
     if mode == "parallel" and implementation is None and spec.chunk_size == 1 and not no_kernel:
         return "kernel", "xla"  # tiles of many one-token chunks: one state a token would not fit
-    allowed = {"recurrent": (), "parallel": tuple(parallel.PREFIXES)}.get(mode)
+    prefixes = tuple(parallel.PREFIXES) if delta.obstacles(spec) else ()
+    allowed = {"recurrent": (), "parallel": prefixes}.get(mode)
     if implementation is not None and allowed is not None and implementation not in allowed:
         raise ValueError(f"{implementation=} with {mode=}: use one of {allowed} or None")
     return mode, implementation

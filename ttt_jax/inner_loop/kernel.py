@@ -7,21 +7,26 @@ token-causal ones here too, in XLA: one state a token would not fit.
 
 import jax
 import jax.numpy as jnp
-from ttt_kernels.linear_attention import linear_attention
 
-from ttt_jax.inner_loop import parallel
+from ttt_jax.inner_loop import delta, parallel
 from ttt_jax.inner_loop.chunks import Tokens, arrange, documents, like, squeeze, take
 from ttt_jax.inner_loop.fast_nets import Weights, dense
 from ttt_jax.inner_loop.recurrent import finish
 from ttt_jax.inner_loop.spec import InnerLoop
-from ttt_jax.inner_loop.updates import State
+from ttt_jax.inner_loop.updates import State, target
+from ttt_kernels.linear_attention import linear_attention
 
-_SMALLEST = -1e4  # exp of it is 0 in every dtype; log(0) would have no gradient
 
+def obstacles(spec: InnerLoop, channel_gate: bool = False) -> list[str]:
+    """Why ``spec`` is not one call of a kernel: one sentence a field, or nothing.
 
-def obstacles(spec: InnerLoop) -> list[str]:
-    """Why ``spec`` is not one call of ``linear_attention``: one sentence a field, or nothing."""
+    ``channel_gate`` says whether ``forget`` has a number for each channel.
+    """
+    if not delta.obstacles(spec):
+        return []
     found = parallel.obstacles(spec)
+    if channel_gate and not _by_token(spec):
+        found.append("forget has a number a channel: use mode='parallel' or one number a head")
     if spec.momentum is not None:
         found.append("momentum carries updates over chunks; use mode='parallel' or momentum=None")
     if spec.orthogonalise is not None:
@@ -32,6 +37,10 @@ def obstacles(spec: InnerLoop) -> list[str]:
         found.append("loss.reduction='mean' needs the chunk's length; use 'sum' or 'parallel'")
     if spec.forget is not None and spec.chunk_size != 1:
         found.append("forget with chunk_size > 1 is one factor a chunk; use mode='parallel'")
+    if spec.clip:
+        found.append("clip reshapes each chunk's update; use mode='parallel' or clip=False")
+    if spec.window is not None:
+        found.append(f"window={spec.window}: use mode='parallel' or window=None")
     if spec.chunk_size is None:
         found.append("chunk_size=None is one chunk of any length; use mode='parallel'")
     return found
@@ -59,6 +68,8 @@ def run(
       continued: whether ``first`` was carried from an earlier call.
       implementation: of ``ttt_kernels.linear_attention``.
     """
+    if not spec.loss.state_free or spec.erase or delta.has_channel_gate(tokens.forget):
+        return delta.run(spec, static, tokens, segment_ids, first, start, implementation)
     buffer, carried = first.buffer, first._replace(buffer=None)
     chunks = arrange(spec, tokens, segment_ids, buffer, continued)
     time, place, ids = tokens.k.shape[2], None, None
@@ -70,7 +81,10 @@ def run(
     keys = _rated_keys(spec, static, tokens)
     if spec.order == "apply_then_update":  # the unfinished chunk stays out of the state
         keys = jnp.where(like(_unfinished(spec, ids, document, position), keys), 0, keys)
-    values = -spec.loss.cotangent(tokens.v, tokens.v).astype(tokens.v.dtype)
+    goal = target(spec, tokens.k, tokens.v)
+    values = -spec.loss.cotangent(goal, goal).astype(goal.dtype)
+    key_gate, gate = (spec.fast_net.gate(static, x) for x in (tokens.k, tokens.q))
+    values = values if key_gate is None else values * key_gate
     log_decay = _log_decay(spec, tokens)
     out, state = linear_attention(
         jnp.swapaxes(queries, 1, 2),
@@ -93,6 +107,8 @@ def run(
         last = jnp.maximum(jnp.sum(ids >= 0, 1, keepdims=True) - 1, 0)
         factor = jnp.where(like(later, kept), kept, 0)
         state = state + take(factor, last) * start.weights[name]
+    out = out if gate is None else out * gate
+    if ids is not None:
         out = take(out, place)[:, :, -time:]
     final = carried._replace(weights={name: state})
     return out, finish(chunks._replace(restart=None), final, start)
@@ -113,16 +129,8 @@ def _rated_keys(spec: InnerLoop, static: Weights, tokens: Tokens) -> jax.Array:
 
 def _log_decay(spec: InnerLoop, tokens: Tokens) -> jax.Array | None:
     """``log(forget)`` as ``[batch, time, heads]``."""
-    if spec.forget is None:
-        return None
-    wide = jnp.promote_types(tokens.k.dtype, jnp.float32)
-    if spec.forget == "per_token":
-        gate = jnp.swapaxes(tokens.forget[..., 0], 1, 2).astype(wide)
-    else:
-        batch, heads, time, _ = tokens.k.shape
-        gate = jnp.full((batch, time, heads), spec.forget, wide)
-    positive = gate > 0
-    return jnp.where(positive, jnp.log(jnp.where(positive, gate, 1)), _SMALLEST)
+    found = delta.log_forget(spec, tokens)
+    return None if found is None else jnp.swapaxes(found[..., 0], 1, 2)
 
 
 def _unfinished(spec, ids, document, position) -> jax.Array:

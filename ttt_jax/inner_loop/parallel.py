@@ -10,7 +10,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from ttt_jax.inner_loop import recurrent
+from ttt_jax.inner_loop import delta, recurrent
 from ttt_jax.inner_loop.chunks import Chunks
 from ttt_jax.inner_loop.fast_nets import Weights, dense, outer_products
 from ttt_jax.inner_loop.recurrent import finish, read_base
@@ -22,6 +22,8 @@ _TRIANGULAR_LIMIT = 128  # chunks up to which a triangular product beats the sca
 
 def obstacles(spec: InnerLoop) -> list[str]:
     """Why the chunks of ``spec`` cannot be evaluated at once: one sentence a field, or nothing."""
+    if not delta.obstacles(spec):
+        return []
     found = []
     if not isinstance(spec.order, str):
         found.append("order is an explicit list of spans: it is run as written, use 'recurrent'")
