@@ -70,13 +70,16 @@ def document_positions(segment_ids: np.ndarray) -> np.ndarray:
     return index - np.maximum.accumulate(np.where(starts, index, 0), axis=1)
 
 
-def make_eval_step(graphdef: nnx.GraphDef, mesh: Mesh, loss_chunk: int) -> EvalStep:
+def make_eval_step(
+    graphdef: nnx.GraphDef, mesh: Mesh, loss_chunk: int, documents: bool = True
+) -> EvalStep:
     """Compiles the loss of each token.
 
     Args:
       graphdef: the model without its parameters.
       mesh: the device mesh.
       loss_chunk: positions of each row whose logits exist at one time.
+      documents: whether the model keeps the documents of a row apart.
 
     Returns:
       A function (params, batch) -> (nll float32, weights float32, segment_ids int32), each
@@ -84,10 +87,16 @@ def make_eval_step(graphdef: nnx.GraphDef, mesh: Mesh, loss_chunk: int) -> EvalS
     """
 
     def eval_step(params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
-        nll = token_losses(nnx.merge(graphdef, params), batch, loss_chunk)[0]
+        seen = batch if documents else without_documents(batch)
+        nll = token_losses(nnx.merge(graphdef, params), seen, loss_chunk)[0]
         return nll, batch["weights"], batch["segment_ids"]
 
     return jax.jit(eval_step, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def without_documents(batch: dict[str, Any]) -> dict[str, Any]:
+    """Leaves out segment_ids, so that a row counts as one document."""
+    return {name: value for name, value in batch.items() if name != "segment_ids"}
 
 
 def evaluate(
@@ -203,7 +212,8 @@ def evaluate_workdir(
     inputs = open_inputs(config)
     graphdef, params = nnx.split(model, nnx.Param)
     mesh = sharding.make_mesh()
-    eval_step = make_eval_step(graphdef, mesh, config.train.loss_chunk)
+    documents = config.data.separates_documents()
+    eval_step = make_eval_step(graphdef, mesh, config.train.loss_chunk, documents)
     result = evaluate(eval_step, nnx.to_pure_dict(params), inputs.batches("eval"), mesh)
     return step, result, inputs.unigram_perplexity()
 

@@ -95,7 +95,8 @@ def main(config: Any, workdir: str | os.PathLike[str]) -> int:
     log = metrics.MetricsLog(workdir, int(state.step))
 
     # ------------------------------------------------------------------ training
-    eval_step = evaluate.make_eval_step(trainee.graphdef, mesh, config.train.loss_chunk)
+    documents = config.data.separates_documents()
+    eval_step = evaluate.make_eval_step(trainee.graphdef, mesh, config.train.loss_chunk, documents)
 
     def measure(params: Any, max_batches: int) -> evaluate.Perplexity:
         return evaluate.evaluate(eval_step, params, inputs.batches("eval"), mesh, max_batches)
@@ -142,8 +143,10 @@ def _run_steps(run: _Run, state: TrainState) -> tuple[TrainState, int]:
     for step in range(first + 1, train.steps + 1):
         _profile(step - first, train.profile_steps, run.log.path.parent / "profile")
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
-            batch = sharding.place_batch(next(run.batches), run.placement)
-            state, values = train_step(state, batch)
+            batch = next(run.batches)
+            if not data.separates_documents():
+                batch = evaluate.without_documents(batch)
+            state, values = train_step(state, sharding.place_batch(batch, run.placement))
         reporter.add(step, values)
         if train.eval_every and step % train.eval_every == 0 and step < train.steps:
             reporter.flush()

@@ -127,9 +127,16 @@ def abstract_params(
     Raises:
       ValueError: a parameter is in less than float32.
     """
-    graphdef, params = nnx.split(
-        nnx.eval_shape(lambda: build(model_config, rngs=nnx.Rngs(0))), nnx.Param
-    )
+    graphdefs = []
+
+    def split() -> nnx.State:
+        graphdef, params = nnx.split(build(model_config, rngs=nnx.Rngs(0)), nnx.Param)
+        graphdefs.append(graphdef)
+        return params
+
+    # Not nnx.eval_shape: under jax.set_mesh it would read the logical names as mesh axes.
+    params = jax.eval_shape(split)
+    graphdef = graphdefs[0]
     names = sharding.axis_names(params)
     shapes = nnx.to_pure_dict(params)
     _check_master_dtypes(shapes)
@@ -167,13 +174,14 @@ def token_losses(model: nnx.Module, batch: Batch, loss_chunk: int) -> tuple[jax.
 
     Args:
       model: a model with `features` and `logits`.
-      batch: tokens, targets, segment_ids int32 [B, T].
+      batch: tokens, targets int32 [B, T]; segment_ids int32 [B, T] too where rows hold several
+        documents (without it a row is one document, padded at its end if at all).
       loss_chunk: positions of each row whose logits exist at one time.
 
     Returns:
       (nll float32 [B, T] in nats, the statistics that `model.features` returns).
     """
-    features, stats = model.features(batch["tokens"], segment_ids=batch["segment_ids"])
+    features, stats = model.features(batch["tokens"], segment_ids=batch.get("segment_ids"))
     features = sharding.constrain(features, ("batch", "seq", "embed"))
     rows, length, width = features.shape
     size = min(loss_chunk, length)
@@ -211,7 +219,7 @@ def loss_and_gradient(
     Args:
       graphdef: the model without its parameters.
       params: its parameters.
-      batch: tokens, targets, segment_ids int32 [B, T]; weights float32 [B, T].
+      batch: as of `token_losses`, and weights float32 [B, T].
       accumulation_steps: parts, A; B is a multiple of A.
       loss_chunk: see `token_losses`.
 
