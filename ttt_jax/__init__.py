@@ -7,17 +7,22 @@ one is a linear attention and whether it runs in parallel.
 from ttt_jax.inner_loop import fast_nets, losses, presets
 from ttt_jax.inner_loop.api import ttt
 from ttt_jax.inner_loop.explain import explain
+from ttt_jax.inner_loop.linear_attention import NotReducibleError, linear_attention_form
+from ttt_jax.inner_loop.linear_form import LinearAttentionForm
 from ttt_jax.inner_loop.spec import InnerLoop, NewtonSchulz, Span, WeightNorm
 from ttt_jax.inner_loop.updates import State
 
 __all__ = [
     "InnerLoop",
+    "LinearAttentionForm",
     "NewtonSchulz",
+    "NotReducibleError",
     "Span",
     "State",
     "WeightNorm",
     "explain",
     "fast_nets",
+    "linear_attention_form",
     "losses",
     "presets",
     "ttt",

@@ -5,11 +5,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
-from ttt_kernels.newton_schulz import LACT_COEFFICIENTS, MUON_COEFFICIENTS, newton_schulz
 
 import ttt_jax
 from tests.golden_cases import Golden
 from ttt_jax import NewtonSchulz, Span, WeightNorm
+from ttt_kernels.newton_schulz import LACT_COEFFICIENTS, MUON_COEFFICIENTS, newton_schulz
 
 LACT_OPERATORS = (
     "lact_op_bf16ns_post_mom",

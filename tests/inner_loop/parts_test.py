@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ttt_kernels.newton_schulz import LACT_COEFFICIENTS, newton_schulz
 
 import ttt_jax
 from tests.inner_loop import cases
 from tests.tolerances import assert_close
 from ttt_jax import InnerLoop, NewtonSchulz, Span, WeightNorm, fast_nets, losses, presets
+from ttt_kernels.newton_schulz import LACT_COEFFICIENTS, newton_schulz
 
 
 @pytest.mark.parametrize("loss", [losses.DotProduct(scale=0.3), losses.Squared(scale=2.0)])
@@ -171,6 +171,6 @@ def test_constant_rates_and_momentum_are_the_gates_of_that_value():
 
 def test_explain_names_what_stands_in_the_way():
     page = str(ttt_jax.explain(presets.lact_llm(0)))
-    assert "weight_norm" in page and "w0, w2" in page and "modes: recurrent" in page
+    assert "weight_norm" in page and "w0, w2" in page and "Modes: recurrent." in page
     assert ttt_jax.explain(presets.lact_llm(2)).parallel
     assert NewtonSchulz(dtype="bfloat16") == NewtonSchulz(dtype="bfloat16")

@@ -1,4 +1,4 @@
-"""Documents, carried states and decoding: packed = alone, split = whole, token by token = at once."""
+"""Documents, carried states, decoding: packed = alone, split = whole, one by one = at once."""
 
 import dataclasses
 

@@ -36,7 +36,7 @@ def ttt(
     mode: Mode = "auto",
     implementation: str | None = None,
 ) -> tuple[jax.Array, State]:
-    """Test-time training: the fast network learns ``k → v`` along the sequence and is read at ``q``.
+    """Test-time training: a fast network learns ``k → v`` along the sequence, read at ``q``.
 
     ``o_t = f_θ(q_t)`` with ``θ`` updated chunk by chunk as ``InnerLoop`` says; for a linear last
     layer this equals ``o_t = q̂_t (S₀ + Σ_i k̂_iᵀ v̂_i)`` (Theorem 5.2).
@@ -47,13 +47,13 @@ def ttt(
       q: queries, ``[batch, time, heads, key_dim]``; time >= 1, any floating dtype.
       k: keys, like ``q``.
       v: values, ``[batch, time, heads, value_dim]``.
-      lr: rates (no unit), ``[batch, time, heads]``, or ``[batch, time, heads, R]`` with one for each
+      lr: rates (no unit), ``[batch, time, heads]``, or ``[batch, time, heads, R]``, one for each
         matrix of ``spec.trained``, or ``[batch, time, heads, R, channels]`` with one an input
         channel; exactly where ``spec.rate == "per_token"``.
       momentum: ``[batch, time, heads]`` in [0, 1]; exactly where ``spec.momentum == "per_token"``.
-      forget: ``[batch, time, heads]`` in [0, 1], or ``[batch, time, heads, key_dim]``; exactly where
-        ``spec.forget == "per_token"``.
-      erase: a pair of keys (read, write) like ``k``: each token also adds ``writeᵀ (read S)`` to the
+      forget: ``[batch, time, heads]`` in [0, 1], or ``[batch, time, heads, key_dim]``; exactly
+        where ``spec.forget == "per_token"``.
+      erase: a pair of keys (read, write) like ``k``: each token also adds ``writeᵀ (read S)`` to
         state; exactly where ``spec.erase == "per_token"``.
       segment_ids: ``[batch, time]`` int32. A document is a run of equal ids >= 0 and starts from
         ``weights``; -1 is padding, which has no influence and output 0.

@@ -1,8 +1,8 @@
 """Inner loops that are one call of ``ttt_kernels.delta_rule``: a linear state, token by token.
 
 The squared loss makes an update affine in the state, ``S ← D S − rate kᵀ(k S − v)``; so do
-erase keys. Products of such updates have a compact (WY) form, which ``delta_rule`` evaluates in chunks.
-A forget gate with a number for each channel comes here, too.
+erase keys. Products of such updates have a compact (WY) form, which ``delta_rule`` evaluates in
+chunks. A forget gate with a number for each channel comes here, too.
 """
 
 import jax

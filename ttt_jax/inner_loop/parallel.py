@@ -1,8 +1,8 @@
 """``mode="parallel"``: every chunk at once, where no update depends on the state.
 
 With a frozen kernel ``φ`` and the dot-product loss the chunk gradients ``G_c`` are known before the
-loop starts. Momentum ``M_c = β_c M_{c-1} + G_c`` and forgetting ``W_c = f_c W_{c-1} − U_c`` are then
-prefixes of an associative operation, and the outputs one batched product (Theorems 5.1-5.3).
+loop starts. Momentum ``M_c = β_c M_{c-1} + G_c`` and forgetting ``W_c = f_c W_{c-1} − U_c`` are
+then prefixes of an associative operation, and the outputs one batched product (Theorems 5.1-5.3).
 """
 
 from collections.abc import Callable
@@ -167,7 +167,7 @@ def prefix(
       values: ``[n, batch, heads, in, out]``.
       initial: ``[batch, heads, in, out]``.
       implementation: ``"associative_scan"`` (the definition), ``"triangular"`` (a product with the
-        lower-triangular matrix of the decays' products: fewer launches for few chunks), or ``None``.
+        lower-triangular matrix of the decays' products: fewer launches for few chunks), ``None``.
 
     Returns:
       ``[n, batch, heads, in, out]``.
@@ -207,8 +207,8 @@ def _triangular_prefix(decay, values, initial):
     else:
         if decay.shape[3] != 1:
             raise ValueError(
-                f"decay has {decay.shape[3]} channels: implementation='triangular' needs one number "
-                "a head; use 'associative_scan'"
+                f"decay has {decay.shape[3]} channels: implementation='triangular' needs one "
+                "number a head; use 'associative_scan'"
             )
         # product of decay[m+1 .. n]: a running product down each column, started below the diagonal
         factors = decay[:, None, :, :, 0, 0]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from ttt_kernels.newton_schulz import xla
 
-# The five triples of LaCT-LLM (Zhang et al., Test-Time Training Done Right, 2025), one an iteration.
+# The triples of LaCT-LLM (Zhang et al., Test-Time Training Done Right, 2025), one an iteration.
 LACT_COEFFICIENTS = (
     (4.0848, -6.8946, 2.9270),
     (3.9505, -6.3029, 2.6377),
