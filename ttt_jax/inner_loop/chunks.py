@@ -158,7 +158,8 @@ def _gathered(
         slots = slots._replace(q=queries, valid=exists.T, fresh=fresh.T)
 
     reader = slot_of if own else slot_of - 1
-    has_slot = valid & ((position >= chunk) | own)
+    before = jnp.arange(time) - position % chunk  # the first token of each token's chunk
+    has_slot = valid & (own | ((position >= chunk) & (before > carried)))
     source = jnp.where(has_slot, time + reader * chunk + position % chunk, jnp.arange(time))
 
     def collect(base, outputs):
