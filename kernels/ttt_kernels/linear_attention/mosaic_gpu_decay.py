@@ -12,7 +12,7 @@ import numpy as np
 
 from ttt_kernels.linear_attention import decay as decays
 from ttt_kernels.linear_attention.decay import LogSum
-from ttt_kernels.linear_attention.mosaic_gpu_kernels import Decay
+from ttt_kernels.linear_attention.mosaic_gpu_common import Decay
 from ttt_kernels.linear_attention.tiling import BLOCK, blocks
 
 WIPE = -200.0

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ttt_kernels.linear_attention import mosaic_gpu_decay, mosaic_gpu_kernels
+from ttt_kernels.linear_attention import mosaic_gpu_decay, mosaic_gpu_outputs, mosaic_gpu_summaries
 from ttt_kernels.linear_attention.tiling import BLOCK, Tiling, choose
 
 # Below exp(-16), float32's resolution, the gradient of a log decay counts as zero; see
@@ -51,15 +51,16 @@ def _edge_states(k, v, decay, edge, tiling: Tiling, reverse: bool, interpret) ->
     """State ahead of each segment (in reverse: behind it), [b, h, segments, key_dim, value_dim]."""
     if tiling.segments == 1:
         return edge[:, :, None]
-    parts = mosaic_gpu_kernels.summaries(k, v, decay, tiling, reverse=reverse, interpret=interpret)
+    how = dict(reverse=reverse, interpret=interpret)
+    parts = mosaic_gpu_summaries.summaries(k, v, decay, tiling, **how)
     factors = None if decay is None else decay.segment
-    return mosaic_gpu_kernels.prefix(parts, edge, factors, reverse=reverse, interpret=interpret)
+    return mosaic_gpu_summaries.prefix(parts, edge, factors, **how)
 
 
 def _forward(q, k, v, log_decay, initial_state, tiling: Tiling, interpret):
     decay = _decay(log_decay, tiling, reverse=False)
     states = _edge_states(k, v, decay, initial_state, tiling, False, interpret)
-    out, final = mosaic_gpu_kernels.outputs(
+    out, final = mosaic_gpu_outputs.outputs(
         q, k, v, states, decay, tiling, reverse=False, interpret=interpret
     )
     return (out, final), (q, k, v, log_decay, states, final)
@@ -79,7 +80,7 @@ def _backward(tiling: Tiling, interpret, residuals, cotangents):
     ahead = _decay(log_decay, tiling, reverse=False)
     behind = _decay(log_decay, tiling, reverse=True)
     other = _swapped(q, v, tiling, ahead)
-    run = functools.partial(mosaic_gpu_kernels.outputs, interpret=interpret)
+    run = functools.partial(mosaic_gpu_outputs.outputs, interpret=interpret)
     transposed = functools.partial(jnp.swapaxes, axis1=-1, axis2=-2)
     dq, _ = run(d_out, v, k, transposed(states), ahead, other, reverse=False)
     d_states = _edge_states(q, d_out, behind, d_final, tiling, True, interpret)
