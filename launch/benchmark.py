@@ -1,0 +1,58 @@
+"""Times the layers and kernels; see `ttt_jax.benchmark`.
+
+    python launch/benchmark.py --suite=throughput_table --out=results
+    python launch/benchmark.py --suite=linear_attention --kernel_times
+
+Without --size the shapes are LaCT-760M's on a Hopper GPU and small ones anywhere else.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+
+from absl import app, flags
+
+from ttt_jax.benchmark import suites, tables
+
+_SUITE = flags.DEFINE_list("suite", list(suites.SUITES), "suites to run, comma separated")
+_SIZE = flags.DEFINE_enum("size", None, sorted(suites.SIZES), "shapes")
+_TOKENS = flags.DEFINE_integer("tokens", None, "length of the sequence", lower_bound=1)
+_OUT = flags.DEFINE_string("out", None, "folder for SUITE.csv, SUITE.md and SUITE.png")
+_SECONDS = flags.DEFINE_float("seconds", 0.2, "about how long one timed batch takes, s")
+_BATCHES = flags.DEFINE_integer("batches", 5, "timed batches", lower_bound=1)
+_VARIANTS = flags.DEFINE_list("variants", list("0123456"), "variants of throughput_table")
+_BACKWARD = flags.DEFINE_bool("backward", True, "also time forward + backward")
+_KERNELS = flags.DEFINE_bool("kernel_times", False, "ask CUPTI for kernel times (NVIDIA GPUs)")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Runs the suites, prints their tables and saves them with --out."""
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments {list(argv[1:])}")
+    unknown = set(_SUITE.value) - set(suites.SUITES)
+    if unknown:
+        sys.exit(f"error: --suite={sorted(unknown)} must be among {sorted(suites.SUITES)}")
+    name = _SIZE.value or suites.default_size()
+    size = suites.SIZES[name]
+    if _TOKENS.value is not None:
+        size = dataclasses.replace(size, tokens=_TOKENS.value)
+    options = suites.Options(
+        size=size, seconds=_SECONDS.value, batches=_BATCHES.value, kernel_times=_KERNELS.value,
+        backward=_BACKWARD.value, variants=tuple(int(v) for v in _VARIANTS.value),
+    )
+    for suite in _SUITE.value:
+        title = f"{suite}: {suites.describe_device()}, {size.tokens} tokens, {size.dtype}"
+        print(title, flush=True)
+        rows = suites.SUITES[suite](options)
+        print(tables.text(rows), flush=True)
+        if _OUT.value and rows:
+            tables.save(rows, _OUT.value, suite, title)
+
+
+def cli() -> None:
+    """Entry point of the installed program."""
+    app.run(main)
+
+
+if __name__ == "__main__":
+    cli()

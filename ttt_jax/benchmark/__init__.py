@@ -1,0 +1,1 @@
+"""Benchmarks: what `launch/benchmark.py` runs, importable from a notebook."""
