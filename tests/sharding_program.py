@@ -1,0 +1,136 @@
+"""Run by sharding_test.py on eight host devices: prints errors against one device as JSON.
+
+Arguments: a folder for a checkpoint, and the variant of the model.
+"""
+
+import json
+import sys
+
+import jax
+import numpy as np
+
+from tests.tolerances import relative_error
+from ttt_jax import checkpoint, sharding, train_step
+from ttt_jax.config import Config, OptimizerConfig
+from ttt_jax.models import lact_llm
+
+_VOCAB, _ROWS, _LENGTH = 64, 16, 24
+_MODEL = lact_llm.preset(
+    "tiny",
+    vocab_size=_VOCAB,
+    hidden_size=32,
+    num_layers=2,
+    num_attention_heads=4,
+    num_fast_heads=4,
+    intermediate_size=32,
+    chunk_size=8,
+    window_size=8,
+    low_rank=4,
+    variant=int(sys.argv[2]),
+)
+MESHES = {
+    "data 8": {"data": 8},
+    "fsdp 8": {"data": 1, "fsdp": 8},
+    "data 2, model 4": {"data": 2, "model": 4},
+}
+
+
+class Position:
+    """Stands for a data iterator in a checkpoint."""
+
+    def get_state(self):
+        return {"step": 1}
+
+    def set_state(self, state):
+        assert state == {"step": 1}
+
+
+def make_batch():
+    """Rows of two documents with some tokens that do not count."""
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, _VOCAB, (_ROWS, _LENGTH + 1)).astype(np.int32)
+    return {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "segment_ids": np.repeat([[0] * 11 + [1] * 13], _ROWS, 0).astype(np.int32),
+        "weights": random.integers(0, 2, (_ROWS, _LENGTH)).astype(np.float32),
+    }
+
+
+class Run:
+    """The model on one mesh; no sizes: one device."""
+
+    def __init__(self, **sizes):
+        devices = jax.devices() if sizes else jax.devices()[:1]
+        self.mesh = sharding.make_mesh(**sizes, devices=devices)
+        self.whole = train_step.make_trainee(_MODEL, OptimizerConfig(warmup_steps=0), 10, self.mesh)
+        self.batch = sharding.place_batch(
+            make_batch(), sharding.batch_sharding(self.mesh, _ROWS // 2)
+        )
+        self.step = train_step.make_train_step(self.whole, accumulation_steps=2, loss_chunk=8)
+
+    def start(self):
+        with jax.set_mesh(self.mesh):
+            return train_step.init_state(self.whole, 0)
+
+    def restore(self, workdir):
+        checkpoints = checkpoint.Checkpoints(workdir)
+        state = checkpoints.restore(self.whole.abstract, Position())
+        checkpoints.close()
+        return state
+
+    def losses(self, state, steps):
+        """Losses of some steps, and the state after them."""
+        found = []
+        with jax.set_mesh(self.mesh):
+            for _ in range(steps):
+                state, metrics = self.step(state, self.batch)
+                found.append(float(metrics["loss"]))
+        return found, state
+
+    def gradient(self, params):
+        """The gradient of the whole batch, on the host."""
+
+        def of(params, batch):
+            return train_step.loss_and_gradient(self.whole.graphdef, params, batch, 1, 8)[1]
+
+        compiled = jax.jit(of, out_shardings=self.whole.shardings.params)
+        with jax.set_mesh(self.mesh):
+            return jax.tree.map(np.asarray, compiled(params, self.batch))
+
+
+def main(workdir: str) -> None:
+    """Compares the meshes with one device, and checkpoints across meshes."""
+    one, result = Run(), {}
+    state = one.start()
+    gradient = one.gradient(state.params)
+    losses, _ = one.losses(state, 2)
+    for name, sizes in MESHES.items():
+        run = Run(**sizes)
+        state = run.start()
+        table = state.params["embedding"]["table"]
+        part = table.addressable_shards[0].data.size / table.size
+        largest = max(np.abs(g).max() for g in jax.tree.leaves(gradient))
+        pairs = zip(
+            jax.tree.leaves(run.gradient(state.params)), jax.tree.leaves(gradient), strict=True
+        )
+        got, state = run.losses(state, 2)
+        result[name] = {
+            "loss": relative_error(got, losses),
+            "gradient": max(float(np.abs(a - b).max() / largest) for a, b in pairs),
+            "part": part,
+            "compiles": run.step._cache_size(),
+        }
+        if name == "fsdp 8":
+            checkpoints = checkpoint.Checkpoints(workdir, keep=2)
+            checkpoints.save(2, state, Position(), Config(model=_MODEL))
+            checkpoints.close()
+            expected, _ = run.losses(state, 1)
+    for name, other in {"one": one, "data 2, model 4": run}.items():
+        found, _ = other.losses(other.restore(workdir), 1)
+        result[f"restored on {name}"] = relative_error(found, expected)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
