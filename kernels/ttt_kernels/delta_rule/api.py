@@ -22,6 +22,7 @@ def delta_rule(
     erase_read: jax.Array | None = None,
     erase_write: jax.Array | None = None,
     initial_state: jax.Array | None = None,
+    reset_state: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
     chunk_size: int | None = None,
     implementation: Implementation | None = None,
@@ -57,14 +58,17 @@ def delta_rule(
         <= 0, or None for 1. Any value from 0 to -inf is safe.
       erase_read, erase_write: [batch, time, heads, key_dim], both or neither.
       initial_state: [batch, heads, key_dim, value_dim], the state ahead of the row's first
-        document, or None for zero.
+        document, or None for `reset_state`.
+      reset_state: [heads, key_dim, value_dim] or [batch, heads, key_dim, value_dim], the state
+        from which every further document starts, or None for zero.
       segment_ids: [batch, time] integers. A document is a maximal run of equal ids >= 0 and starts
-        from a zero state (the first one from `initial_state`); -1 marks padding, which has no
+        from `reset_state` (the first one from `initial_state`); -1 marks padding, which has no
         influence and a zero output and may hold NaN. None: each row is one document.
-      chunk_size: tokens a chunk, 1 to 16 or a multiple of 16, or None for 64; "xla" only. It
+      chunk_size: tokens a chunk, 1 to 16 or a multiple of 16, or None for 64; of "xla". It
         changes speed and memory, not the result.
       implementation: "reference" (token by token, one state a token kept for the gradient), "xla"
-        (WY chunks, any device, memory linear in time), or None for "xla".
+        (WY chunks, any device, memory linear in time), or None: "reference" for a single token,
+        else "xla".
 
     Returns:
       (out, final_state): out [batch, time, heads, value_dim] in the inputs' dtype; final_state
@@ -88,22 +92,22 @@ def delta_rule(
     checks.check_erase(beta, erase_read, erase_write)
     checks.check_chunk_size(chunk_size)
     checks.check_arrays(
-        q, k, v, beta, log_decay, erase_read, erase_write, initial_state, segment_ids
+        q, k, v, beta, log_decay, erase_read, erase_write, initial_state, reset_state, segment_ids
     )
     if implementation not in (None, "reference", "xla"):
         raise ValueError(f"implementation={implementation!r} must be 'reference', 'xla' or None")
+    if implementation == "reference" and chunk_size is not None:
+        raise ValueError(
+            f"chunk_size={chunk_size} has no meaning with implementation='reference', which runs "
+            "token by token; leave it out"
+        )
     dtype = jnp.result_type(q, k, v)
     arguments = dict(
         beta=beta, log_decay=log_decay, erase_read=erase_read, erase_write=erase_write,
-        initial_state=initial_state, segment_ids=segment_ids,
+        initial_state=initial_state, reset_state=reset_state, segment_ids=segment_ids,
     )
     q, k, v = q.astype(dtype), k.astype(dtype), v.astype(dtype)
-    if implementation == "reference":
-        if chunk_size is not None:
-            raise ValueError(
-                f"chunk_size={chunk_size} has no meaning with implementation='reference', which "
-                "runs token by token; leave it out"
-            )
+    if implementation == "reference" or (implementation is None and q.shape[1] == 1):
         with jax.named_scope("delta_rule_reference"):
             return reference.delta_rule(q, k, v, **arguments)
     with jax.named_scope("delta_rule_xla"):

@@ -56,7 +56,7 @@ def _check_float(name: str, value: jax.Array, layouts: dict[str, tuple[int, ...]
         raise ValueError(f"{name} has dtype {value.dtype}; it must be a float, cast it first")
     if value.shape not in layouts.values():
         rule = " or ".join(f"{shape} = {layout}" for layout, shape in layouts.items())
-        raise ValueError(f"{name} has shape {value.shape}; it must be {rule} to match q")
+        raise ValueError(f"{name} has shape {value.shape}; it must be {rule} to match q, k, v")
 
 
 def check_arrays(
@@ -68,6 +68,7 @@ def check_arrays(
     erase_read: jax.Array | None,
     erase_write: jax.Array | None,
     initial_state: jax.Array | None,
+    reset_state: jax.Array | None,
     segment_ids: jax.Array | None,
 ) -> None:
     """Checks every array argument of `delta_rule` against q.
@@ -78,11 +79,17 @@ def check_arrays(
     shapes.check_arrays(q, k, v, None, initial_state, segment_ids)
     scalar = {"[batch, time, heads]": q.shape[:3]}
     vector = {"[batch, time, heads, key_dim]": q.shape}
+    state = (q.shape[2], q.shape[3], v.shape[3])
+    states = {
+        "[heads, key_dim, value_dim]": state,
+        "[batch, heads, key_dim, value_dim]": (q.shape[0], *state),
+    }
     for name, value, layouts in (
         ("beta", beta, scalar),
         ("log_decay", log_decay, scalar | vector),
         ("erase_read", erase_read, vector),
         ("erase_write", erase_write, vector),
+        ("reset_state", reset_state, states),
     ):
         if value is not None:
             _check_float(name, value, layouts)

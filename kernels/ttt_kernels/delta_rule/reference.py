@@ -30,6 +30,7 @@ def delta_rule(
     erase_read: jax.Array | None = None,
     erase_write: jax.Array | None = None,
     initial_state: jax.Array | None = None,
+    reset_state: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs the recurrence one token at a time in float32 (float64 for float64 inputs).
@@ -59,8 +60,11 @@ def delta_rule(
         log_decay = jnp.zeros((batch, length, heads), acc)
     if log_decay.ndim == 3:
         log_decay = log_decay[..., None]
+    if reset_state is None:
+        reset_state = jnp.zeros((heads, key_dim, v.shape[-1]), acc)
+    reset_state = jnp.broadcast_to(reset_state, (batch, heads, key_dim, v.shape[-1])).astype(acc)
     if initial_state is None:
-        initial_state = jnp.zeros((batch, heads, key_dim, v.shape[-1]), acc)
+        initial_state = reset_state
     real = segments.is_real(segment_ids)
     resets = jnp.diff(segments.document_index(segment_ids), axis=1, prepend=0) > 0
 
@@ -72,7 +76,7 @@ def delta_rule(
 
     def step(state, token):
         q_t, k_t, v_t, beta_t, decay_t, read_t, write_t, reset_t, real_t = token
-        before = jnp.where(reset_t[:, None, None, None], 0, state)
+        before = jnp.where(reset_t[:, None, None, None], reset_state, state)
         decayed = jnp.exp(decay_t)[..., None] * before
         if beta_t is not None:
             error = v_t - _read(k_t, decayed)

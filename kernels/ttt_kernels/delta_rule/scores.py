@@ -1,107 +1,117 @@
 """Decayed products of all pairs of tokens in a chunk; no exponential of a positive number.
 
-A pair's weight is `exp(G_i - G_j)` for j before i, where `G` is the running sum of log decays. With
-one decay a head it is a number, and the difference is taken directly. With one a channel it stands
-inside the sum over channels, and splitting it into `exp(G_i) exp(-G_j)` would overflow. Here the
-split is made at a reference point between the two tokens, `exp(G_i - P) exp(P - G_j)` with P the
-sum at the start of i's sub-chunk: `G` never rises, so both exponents are <= 0, and where a factor
-underflows to zero the weight itself, which is smaller, does too. Pairs within one sub-chunk have no
-point between them and are weighted channel by channel. Source: arXiv 2312.06635 (gated linear
-attention), section 4, "secondary-level chunking".
+A pair's weight is the product of the decays strictly between its tokens, the exponential of
+`sum_{j < s < i} g_s`. Every exponent here is such a sum, of nothing but decays that act on the
+pair: it is <= 0, so that nothing overflows, and it is no difference of two running sums, so that a
+decay of -80 elsewhere in the chunk blurs neither the weight nor the gradient of a weak one.
+
+With one decay a channel the weight stands inside the sum over channels. There a chunk is cut into
+sub-chunks: between two of them the exponent splits at the start of the reader's sub-chunk into one
+sum a reader and one a key, and the scores are matrix products; an underflow of either factor means
+that the weight, which is smaller, is zero too. Within a sub-chunk pairs are weighted channel by
+channel. Source: arXiv 2312.06635 (gated linear attention), section 4, "secondary-level chunking".
 """
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ttt_kernels.delta_rule.checks import SUB_CHUNK
-from ttt_kernels.linear_attention import decay as decays
-from ttt_kernels.linear_attention.decay import LogSum
 
 
-def shifted(sums: LogSum) -> LogSum:
-    """Sums ahead of each token: `G_{i-1}`, 0 for the first. Same shape; tokens are axis 3."""
-    widths = [(0, 0)] * sums.whole.ndim
-    widths[3] = (1, 0)
-    return sums.map(lambda y: jnp.pad(y, widths)[:, :, :, :-1])
+def _product(equation: str, *arrays: jax.Array) -> jax.Array:
+    """Sums of log decays by a product with zeros and ones, at full precision on every device."""
+    return jnp.einsum(equation, *arrays, precision=lax.Precision.HIGHEST)
+
+
+def sums_between(log_decay: jax.Array) -> jax.Array:
+    """`sum_{j < s < i} g_s` for every pair of tokens, 0 where nothing lies between.
+
+    [..., tokens (s), channels] -> [..., tokens (i), tokens (j), channels].
+
+    >>> import jax.numpy as jnp
+    >>> sums_between(-jnp.array([[1.0], [2.0], [4.0]]))[..., 0].tolist()
+    [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0], [-2.0, 0.0, 0.0]]
+    """
+    tokens = log_decay.shape[-2]
+    earlier = jnp.tril(jnp.ones((tokens, tokens), bool), -1)
+    after_key = jnp.where(earlier[..., None], log_decay[..., :, None, :], 0)
+    return _product("is,...sjd->...ijd", earlier.astype(log_decay.dtype), after_key)
+
+
+def sums_around(log_decay: jax.Array, same: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Sums of the log decays ahead of and behind each token, among the tokens of its document.
+
+    Args:
+      log_decay: [..., tokens, channels].
+      same: [..., tokens, tokens] bool, symmetric: which tokens share a document.
+
+    Returns:
+      (before, after), both like `log_decay`, both without the token's own.
+    """
+    earlier = jnp.tril(same, -1).astype(log_decay.dtype)
+    before = _product("...is,...sd->...id", earlier, log_decay)
+    after = _product("...si,...sd->...id", earlier, log_decay)
+    return before, after
 
 
 def pair_scores(
-    reader: jax.Array, reader_sums: LogSum, key: jax.Array, sums: LogSum, strict: bool, precision
+    reader: jax.Array, key: jax.Array, log_decay: jax.Array, precision
 ) -> jax.Array:
-    """`sum_d reader_id key_jd exp(R_id - G_jd)` for every j <= i (j < i if `strict`), else 0.
+    """`sum_d reader_id key_jd exp(sum_{j < s < i} g_sd)` for every j < i, else 0.
 
     Args:
       reader, key: [batch, heads, chunks, tokens, key_dim]; up to 16 tokens or a multiple of 16.
-      reader_sums: `R`, either `sums` or `shifted(sums)`, the latter with `strict` only.
-      sums: `G`, the inclusive running sums of the log decays (<= 0) from the start of each chunk,
-        [batch, heads, chunks, tokens] or [batch, heads, chunks, tokens, key_dim].
-      strict: whether a token leaves out itself.
+      log_decay: `g`, [batch, heads, chunks, tokens, key_dim or 1], finite and <= 0.
       precision: of the matrix products, a `jax.lax.Precision`.
 
     Returns:
       [batch, heads, chunks, tokens (i), tokens (j)] in the readers' dtype.
 
     >>> import jax.numpy as jnp
-    >>> x, g = jnp.ones((1, 1, 1, 2, 3)), decays.cumulative(jnp.zeros((1, 1, 1, 2)), axis=3)
-    >>> pair_scores(x, g, x, g, strict=False, precision=None)[0, 0, 0].tolist()
-    [[3.0, 0.0], [3.0, 3.0]]
+    >>> x = jnp.ones((1, 1, 1, 3, 2))
+    >>> half = jnp.log(jnp.full((1, 1, 1, 3, 1), 0.5))
+    >>> pair_scores(x, x, half, precision=None)[0, 0, 0].round(3).tolist()
+    [[0.0, 0.0, 0.0], [2.0, 0.0, 0.0], [1.0, 2.0, 0.0]]
     """
     tokens = reader.shape[3]
-    if sums.whole.ndim == reader.ndim:
-        return _by_channel(reader, reader_sums, key, sums, strict, precision)
-    mask = jnp.tril(jnp.ones((tokens, tokens), bool), -1 if strict else 0)
-    weights = decays.masked_factor(reader_sums[..., :, None], sums[..., None, :], mask)
-    return jnp.einsum("bhncd,bhnmd->bhncm", reader, key, precision=precision) * weights
-
-
-def _by_channel(reader, reader_sums, key, sums, strict: bool, precision) -> jax.Array:
-    """`pair_scores` with one decay a channel."""
-    batch, heads, chunks, tokens, dim = reader.shape
+    if log_decay.shape[-1] == 1:
+        earlier = jnp.tril(jnp.ones((tokens, tokens), bool), -1)
+        weights = jnp.where(earlier, jnp.exp(sums_between(log_decay)[..., 0]), 0)
+        return jnp.einsum("bhncd,bhnmd->bhncm", reader, key, precision=precision) * weights
     sub = min(tokens, SUB_CHUNK)
-    count = tokens // sub
-
-    def cut(y):
-        return y.reshape(batch, heads, chunks, count, sub, dim)
-
-    reader, reader_sums = cut(reader), reader_sums.map(cut)
-    within = _within(reader, reader_sums, cut(key), sums.map(cut), strict)
-    if count == 1:
+    reader, key, log_decay = (
+        y.reshape(*y.shape[:3], tokens // sub, sub, y.shape[-1]) for y in (reader, key, log_decay)
+    )
+    within = _within(reader, key, log_decay)
+    if tokens == sub:
         return within[:, :, :, 0]
-    across = _across(reader, reader_sums, key, sums, precision)
-    diagonal = jnp.eye(count, dtype=reader.dtype)[:, None, :, None]
-    across = across.reshape(batch, heads, chunks, count, sub, count, sub)
-    return (across + diagonal * within[..., None, :]).reshape(batch, heads, chunks, tokens, tokens)
+    across = _across(reader, key, log_decay, precision)
+    diagonal = jnp.eye(tokens // sub, dtype=reader.dtype)[:, None, :, None]
+    scores = across + diagonal * within[..., None, :]
+    return scores.reshape(*reader.shape[:3], tokens, tokens)
 
 
-def _within(reader, reader_sums, key, sums, strict: bool) -> jax.Array:
+def _within(reader: jax.Array, key: jax.Array, log_decay: jax.Array) -> jax.Array:
     """Scores inside each sub-chunk. [b, h, n, s, c, d] -> [b, h, n, s, c, c]."""
     sub = reader.shape[-2]
-    mask = jnp.tril(jnp.ones((sub, sub), bool), -1 if strict else 0)[..., None]
-    weights = decays.masked_factor(
-        reader_sums[..., :, None, :], sums[..., None, :, :], mask
-    )
+    earlier = jnp.tril(jnp.ones((sub, sub), bool), -1)[..., None]
+    weights = jnp.where(earlier, jnp.exp(sums_between(log_decay)), 0)
     return jnp.sum(reader[..., :, None, :] * key[..., None, :, :] * weights, axis=-1)
 
 
-def _across(reader, reader_sums, key, sums, precision) -> jax.Array:
-    """Scores of each sub-chunk's tokens with every token of earlier sub-chunks.
+def _across(reader: jax.Array, key: jax.Array, log_decay: jax.Array, precision) -> jax.Array:
+    """Scores with the tokens of earlier sub-chunks, else 0.
 
-    reader [b, h, n, s, c, d]; key [b, h, n, s * c, d]. Returns [b, h, n, s, c, s * c], zero from
-    the sub-chunk's own start on.
+    [b, h, n, s, c, d] -> [b, h, n, s (i), c (i), s (j), c (j)].
     """
     count, sub = reader.shape[3:5]
-    starts = jnp.arange(count) * sub
-    point = shifted(sums)[:, :, :, ::sub]
-    earlier = jnp.arange(count * sub) < starts[:, None]
-    to_point = decays.masked_factor(
-        point[..., :, None, :], sums[..., None, :, :], earlier[..., None]
-    )
-    from_point = decays.factor(reader_sums, point[..., :, None, :])
-    return jnp.einsum(
-        "bhnscd,bhnsmd->bhnscm",
-        reader * from_point,
-        key[..., None, :, :] * to_point,
-        precision=precision,
-    )
+    before, after = sums_around(log_decay, jnp.ones((sub, sub), bool))
+    whole = sums_between(jnp.sum(log_decay, axis=-2))  # of the sub-chunks in between
+    earlier = jnp.tril(jnp.ones((count, count), bool), -1)[:, :, None, None]
+    to_start = after[:, :, :, None] + whole[..., None, :]
+    keys = key[:, :, :, None] * jnp.where(earlier, jnp.exp(to_start), 0)
+    readers = reader * jnp.exp(before)
+    return jnp.einsum("bhnscd,bhnsmjd->bhnscmj", readers, keys, precision=precision)

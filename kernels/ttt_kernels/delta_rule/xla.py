@@ -1,19 +1,20 @@
 """Delta rules by WY chunks in plain JAX: runs wherever XLA does.
 
-In a chunk that starts from state `S`, with `G` the running sum of its log decays, the erase terms
-`u_i = a_i S_{...}` of all tokens solve one unit lower-triangular system,
+In a chunk that starts from state `S`, with `D_i` the decay of token i, the erase terms `u_i` of all
+tokens, which read the state ahead of them, solve one unit lower-triangular system,
 
-    (I - A_ab) U = R + (a exp(G)) S,        A_xy[i, j] = sum_d x_id y_jd exp(G_id - G_jd), j < i
+    (I - A_ab) U = R + (a exp(before)) S,    A_xy[i, j] = x_i (D_{j+1} ... D_{i-1}) y_j^T,  j < i
 
 after which state and outputs are matrix products:
 
-    S'  = exp(G_end) S + (b exp(G_end - G))^T U + (k exp(G_end - G))^T v
-    O   = (q exp(G)) S + A_qb U + A_qk v            (here j <= i)
+    S'  = D_1 ... D_c S + (b exp(after))^T U + (k exp(after))^T v
+    O   = (q D exp(before)) S + (A_(q D)b + diag(q b^T)) U + (A_(q D)k + diag(q k^T)) v
 
-The three rules are three choices of (a, b, R): `_erase_terms`. The solve is by substitution, never
-by powers of `A`, which grow like binomials when keys repeat. `U = U_0 + W S` is solved once for all
-chunks of a group; only three products a chunk are sequential. The backward pass computes each group
-again, so that what stays in memory is the inputs and one state a group.
+with `before` and `after` the sums of log decays ahead of and behind each token. The three rules are
+three choices of (a, b, R): `_erase_terms`. The solve is by substitution, never by powers of `A`,
+which grow like binomials when keys repeat. `U = U_0 + W S` is solved once for all chunks of a
+group; only three products a chunk are sequential. The backward pass computes each group again, so
+that what stays in memory is the inputs and one state a group.
 
 Sources: arXiv 2406.06484 (DeltaNet in parallel), section 3; arXiv 2412.06464 (Gated DeltaNet),
 section 3.3; arXiv 2510.26692 (Kimi Linear), section 3.
@@ -29,10 +30,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ttt_kernels.delta_rule.checks import SUB_CHUNK
-from ttt_kernels.delta_rule.scores import pair_scores, shifted
-from ttt_kernels.linear_attention import decay as decays
+from ttt_kernels.delta_rule.scores import pair_scores, sums_around
 from ttt_kernels.linear_attention import segments
-from ttt_kernels.linear_attention.decay import LogSum
 from ttt_kernels.linear_attention.shapes import accumulator_dtype
 
 CHUNK = 64
@@ -47,8 +46,8 @@ class _Group(NamedTuple):
     q: jax.Array  # [b, h, n, c, key_dim]
     k: jax.Array  # [b, h, n, c, key_dim]
     v: jax.Array  # [b, h, n, c, value_dim]
-    beta: jax.Array | None  # [b, h, n, c]
-    log_decay: jax.Array  # [b, h, n, c] or [b, h, n, c, key_dim]
+    beta: jax.Array | None  # [b, h, n, c, 1]
+    log_decay: jax.Array  # [b, h, n, c, key_dim or 1]
     erase_read: jax.Array | None  # [b, h, n, c, key_dim]
     erase_write: jax.Array | None  # [b, h, n, c, key_dim]
     document: jax.Array  # [b, 1, n, c]
@@ -56,12 +55,19 @@ class _Group(NamedTuple):
 
 
 class _Erase(NamedTuple):
-    """The erase terms of a group: `(I - A_ab) U = base + (a exp(at)) S`, written with key b."""
+    """The erase terms of a group: `(I - A_ab) U = base + (a exp(before)) S`, written with key b."""
 
-    read: jax.Array  # a, [b, h, n, c, key_dim]
-    at: LogSum  # running sums at which a reads the state
+    read: jax.Array  # a, [b, h, n, c, key_dim], of the state ahead of the token
     write: jax.Array  # b, [b, h, n, c, key_dim]
-    base: jax.Array  # [b, h, n, c, value_dim]
+    base: jax.Array  # R, [b, h, n, c, value_dim]
+
+
+class _Starts(NamedTuple):
+    """The states from which the tokens of a group start, and how much of them is left."""
+
+    inside: jax.Array  # [b, 1, n, c, 1] whether the token's document starts inside its chunk
+    left: jax.Array  # [b, h, n, c, key_dim or 1] factor of that start ahead of the token
+    reset_state: jax.Array | None  # [b, h, key_dim, value_dim], None for zero
 
 
 def delta_rule(
@@ -74,13 +80,14 @@ def delta_rule(
     erase_read: jax.Array | None = None,
     erase_write: jax.Array | None = None,
     initial_state: jax.Array | None = None,
+    reset_state: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
     chunk_size: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The delta rule in chunks of `chunk_size` (64); see `ttt_kernels.delta_rule`.
 
-    16-bit inputs use the device's default products (TF32 or bfloat16 factors, float32 sums); the
-    running sums of decays, the solve and the states are float32 in any case.
+    With 16-bit inputs the products of float32 intermediates may use the device's tensor units
+    (TF32, or three bfloat16 passes); sums of decays, the solve and the states are float32.
 
     >>> import jax.numpy as jnp
     >>> x = jnp.ones((1, 3, 1, 1))
@@ -91,16 +98,25 @@ def delta_rule(
     acc = accumulator_dtype(q.dtype)
     if log_decay is None:
         log_decay = jnp.zeros((batch, length, heads), acc)
+    shape = (batch, heads, key_dim, v.shape[-1])
+    if reset_state is not None:
+        reset_state = jnp.broadcast_to(reset_state, shape).astype(acc)
     if initial_state is None:
-        initial_state = jnp.zeros((batch, heads, key_dim, v.shape[-1]), acc)
+        initial_state = jnp.zeros(shape, acc) if reset_state is None else reset_state
+    if segment_ids is None:
+        reset_state = None  # a row is one document
     unit = 1 if length <= SUB_CHUNK else SUB_CHUNK
     chunk = min(chunk_size or CHUNK, -(-length // unit) * unit)
     floats = (q, k, v, beta, log_decay, erase_read, erase_write)
     groups = _cut(floats, segment_ids, chunk)
     # float32 inputs promise float32 results: no TF32 behind the caller's back.
-    precision = lax.Precision.DEFAULT if q.dtype.itemsize == 2 else lax.Precision.HIGHEST
-    step = functools.partial(_run_group, accumulator=acc, precision=precision)
-    step = jax.checkpoint(step, prevent_cse=False)
+    precision = lax.Precision.HIGH if q.dtype.itemsize == 2 else lax.Precision.HIGHEST
+    run_group = functools.partial(_run_group, accumulator=acc, precision=precision)
+    run_group = jax.checkpoint(run_group, prevent_cse=False)
+
+    def step(state, group):
+        return run_group(state, group, reset_state)
+
     final, out = lax.scan(step, initial_state.astype(acc), groups)
     out = jnp.transpose(out, (1, 0, 3, 4, 2, 5)).reshape(batch, -1, heads, v.shape[-1])
     return out[:, :length].astype(v.dtype), final
@@ -116,103 +132,122 @@ def _cut(floats, segment_ids, chunk: int) -> _Group:
     groups = -(-chunks * chunk // max(GROUP_TOKENS, chunk))
     per_group = -(-chunks // groups)
     tail = groups * per_group * chunk - length
-    if segment_ids is None:
-        document = jnp.zeros((batch, length), jnp.int32)
-    else:
-        document = segments.document_index(segment_ids)
-        real = segments.is_real(segment_ids)
-        floats = [
-            None if x is None else jnp.where(real.reshape(real.shape + (1,) * (x.ndim - 2)), x, 0)
-            for x in floats
-        ]
+    real = None if segment_ids is None else segments.is_real(segment_ids)[:, :, None, None]
 
     def cut(x):
         if x is None:
             return None
-        x = jnp.pad(x, ((0, 0), (0, tail)) + ((0, 0),) * (x.ndim - 2))
+        x = x[..., None] if x.ndim == 3 else x
+        if real is not None:
+            x = jnp.where(real, x, 0)  # no product: padding may hold NaN
+        x = jnp.pad(x, ((0, 0), (0, tail), (0, 0), (0, 0)))
         x = x.reshape(batch, groups, per_group, chunk, *x.shape[2:])
-        return jnp.moveaxis(jnp.moveaxis(x, 4, 2), 1, 0)
+        return jnp.transpose(x, (1, 0, 4, 2, 3, 5))
 
+    if segment_ids is None:
+        document = jnp.zeros((batch, length), jnp.int32)
+    else:
+        document = segments.document_index(segment_ids)
+    # Edge padding carries the last document's number through the tail, so that its state survives.
     document = jnp.pad(document, ((0, 0), (0, tail)), mode="edge")
     before = jnp.pad(document[:, chunk - 1 :: chunk], ((0, 0), (1, 0)))[:, :-1]
     before = jnp.moveaxis(before.reshape(batch, groups, 1, per_group), 1, 0)
-    # Edge padding carries the last document's number through the tail, so that its state survives.
     document = jnp.moveaxis(document.reshape(batch, groups, 1, per_group, chunk), 1, 0)
     return _Group(*map(cut, floats), document, before)
 
 
-def _run_group(state, x: _Group, accumulator, precision) -> tuple[jax.Array, jax.Array]:
+def _run_group(
+    state, x: _Group, reset_state, accumulator, precision
+) -> tuple[jax.Array, jax.Array]:
     """One group from its starting state: (state after it, outputs [b, h, n, c, value_dim])."""
     floats = [None if y is None else y.astype(accumulator) for y in x[:7]]
-    x = _Group(*floats, x.document, x.before)
-    sums = decays.cumulative(x.log_decay, axis=3)
+    # exp of the floor is 0, and sums of it, unlike sums of -inf, may be multiplied by 0.
+    floor = -1000.0 if accumulator == jnp.float64 else -200.0
+    x = _Group(*floats, x.document, x.before)._replace(log_decay=jnp.maximum(floats[4], floor))
     same = x.document[..., :, None] == x.document[..., None, :]
+    before, after = sums_around(x.log_decay, same)
+    own = jnp.exp(x.log_decay)
+    starts = _Starts(
+        (x.document != x.before[..., None])[..., None], jnp.exp(before), reset_state
+    )
     product = functools.partial(jnp.einsum, precision=precision)
 
-    def scores(reader, at, key, strict=False):
-        return jnp.where(same, pair_scores(reader, at, key, sums, strict, precision), 0)
+    def scores(reader, key):
+        return jnp.where(same, pair_scores(reader, key, x.log_decay, precision), 0)
 
-    carry, to_end = _edges(x, sums)
-    added, base, reads, written, out = None, None, None, None, 0
+    def outputs(key, values):
+        """What q reads of the values that the chunk has written by `key`, its own included."""
+        earlier = product("bhncm,bhnme->bhnce", scores(x.q * own, key), values)
+        return earlier + jnp.sum(x.q * key, axis=-1, keepdims=True) * values
+
+    last = x.document == x.document[..., -1:]
+    to_end = jnp.where(last[..., None], jnp.exp(after), 0)
+    carry, added = _carried(own, starts)
+    erase = _erase_terms(x, own, scores, product)
+    base, reads, written, out = None, None, None, 0
     if x.beta is None:  # k^T v is written as it is; with beta it is part of the erase terms
-        added = product("bhncd,bhnce->bhnde", x.k * to_end, x.v)
-        out = product("bhncm,bhnme->bhnce", scores(x.q, sums, x.k), x.v)
-    erase = _erase_terms(x, sums, scores, product)
+        write = product("bhncd,bhnce->bhnde", x.k * to_end, x.v)
+        added = write if added is None else added + write
+        out = outputs(x.k, x.v)
     if erase is not None:
-        base, reads = _solve(erase, x, scores)
+        base, reads = _solve(erase, starts, scores, product)
         written = erase.write * to_end
     final, states, terms = _scan_chunks(state, (carry, added, base, reads, written), product)
-    out = out + product("bhncd,bhnde->bhnce", _from_start(x.q, sums, x), states)
     if erase is not None:
-        out = out + product("bhncm,bhnme->bhnce", scores(x.q, sums, erase.write), terms)
+        out = out + outputs(erase.write, terms)
+    rows, of_reset = _start_reads(x.q * own, starts, product)
+    out = out + of_reset + product("bhncd,bhnde->bhnce", rows, states)
     return final, out
 
 
-def _column(factor: jax.Array, x: _Group) -> jax.Array:
-    """Factors by token (and channel) with a channel axis: [b, h, n, c, key_dim or 1]."""
-    return factor if factor.ndim == x.q.ndim else factor[..., None]
+def _start_reads(reader: jax.Array, starts: _Starts, product):
+    """What rows that read the state ahead of their token read of the state they start from.
 
-
-def _edges(x: _Group, sums: LogSum) -> tuple[jax.Array, jax.Array]:
-    """What a chunk's end keeps of its starting state and of each token's write.
-
-    Returns (carry [b, h, n, key_dim or 1, 1], to_end [b, h, n, c, key_dim or 1]), 0 across
-    documents.
+    Returns (rows that read the state ahead of the chunk, [b, h, n, c, key_dim]; what the rows of
+    documents that start inside the chunk read of `reset_state`, [b, h, n, c, value_dim] or 0).
     """
-    end = sums.map(lambda y: y[:, :, :, -1:])
-    last = x.document[..., -1:]
-    carry = jnp.where((last == x.before[..., None])[..., None], _column(decays.factor(end), x), 0)
-    to_end = jnp.where((x.document == last)[..., None], _column(decays.factor(end, sums), x), 0)
-    return jnp.swapaxes(carry, -1, -2), to_end
+    rows = reader * starts.left
+    of_reset = 0
+    if starts.reset_state is not None:
+        late = jnp.where(starts.inside, rows, 0)
+        of_reset = product("bhncd,bhde->bhnce", late, starts.reset_state)
+    return jnp.where(starts.inside, 0, rows), of_reset
 
 
-def _from_start(reader: jax.Array, at: LogSum, x: _Group) -> jax.Array:
-    """Rows that read the chunk's starting state: `reader exp(at)`, 0 in later documents."""
-    visible = (x.document == x.before[..., None])[..., None]
-    return jnp.where(visible, reader * _column(decays.factor(at), x), 0)
+def _carried(own: jax.Array, starts: _Starts):
+    """What a chunk's end keeps of the states that its last document started from.
+
+    Returns (factor of the chunk's starting state [b, h, n, key_dim or 1, 1], 0 across documents;
+    what is left of `reset_state`, [b, h, n, key_dim, value_dim] or None).
+    """
+    kept = jnp.swapaxes(starts.left[:, :, :, -1:] * own[:, :, :, -1:], -1, -2)
+    inside = starts.inside[:, :, :, -1:]
+    left = None
+    if starts.reset_state is not None:
+        left = jnp.where(inside, kept, 0) * starts.reset_state[:, :, None]
+    return jnp.where(inside, 0, kept), left
 
 
-def _erase_terms(x: _Group, sums: LogSum, scores, product) -> _Erase | None:
-    """The choice of (a, at, b, R) that makes the chunk's system one of the three rules."""
+def _erase_terms(x: _Group, own: jax.Array, scores, product) -> _Erase | None:
+    """The choice of (a, b, R) that makes the chunk's system one of the three rules."""
     if x.beta is not None:
-        rate = x.beta[..., None]
-        return _Erase(read=-rate * x.k, at=sums, write=x.k, base=rate * x.v)
+        # The correction reads the decayed state.
+        return _Erase(read=-x.beta * x.k * own, write=x.k, base=x.beta * x.v)
     if x.erase_read is None:
         return None
-    at = shifted(sums)  # the pair reads the state ahead of the token's decay
-    base = product("bhncm,bhnme->bhnce", scores(x.erase_read, at, x.k, strict=True), x.v)
-    return _Erase(read=x.erase_read, at=at, write=x.erase_write, base=base)
+    base = product("bhncm,bhnme->bhnce", scores(x.erase_read, x.k), x.v)
+    return _Erase(read=x.erase_read, write=x.erase_write, base=base)
 
 
-def _solve(erase: _Erase, x: _Group, scores) -> tuple[jax.Array, jax.Array]:
+def _solve(erase: _Erase, starts: _Starts, scores, product) -> tuple[jax.Array, jax.Array]:
     """`(I - A_ab)^{-1}` of base and of the reads of the starting state, by substitution.
 
     Returns ([b, h, n, c, value_dim], [b, h, n, c, key_dim]).
     """
-    system = -scores(erase.read, erase.at, erase.write, strict=True)
-    right = jnp.concatenate([erase.base, _from_start(erase.read, erase.at, x)], axis=-1)
+    rows, of_reset = _start_reads(erase.read, starts, product)
+    right = jnp.concatenate([erase.base + of_reset, rows], axis=-1)
     solution = lax.linalg.triangular_solve(
-        system, right, left_side=True, lower=True, unit_diagonal=True
+        -scores(erase.read, erase.write), right, left_side=True, lower=True, unit_diagonal=True
     )
     return tuple(jnp.split(solution, [erase.base.shape[-1]], axis=-1))
 
