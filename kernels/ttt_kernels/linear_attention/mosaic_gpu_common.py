@@ -109,7 +109,7 @@ def rows(x, columns: int):
 
 
 def load_vector(ref, axis: int):
-    """Reads 64 float32 values, one a row (axis 1) or column (axis 0) of an accumulator tile."""
+    """Reads 64 float32s of global memory, one a row (axis 1) or column (axis 0) of a tile."""
     plgpu = compat.mosaic_gpu()
     return compat.load(ref, layout=plgpu.Layout.WGMMA.reduce(axis), optimized=False)
 
@@ -134,13 +134,6 @@ def copy_keys(plan: Plan, ref, slots, slot, batch, group, token, barrier):
     plgpu = compat.mosaic_gpu()
     for g in range(plan.tiling.heads_per_cta):
         source = ref.at[batch, pl.ds(token, BLOCK), plan.head(group, g)]
-        plgpu.copy_gmem_to_smem(source, slots.at[slot, g], barrier)
-
-
-def copy_sums(plan: Plan, ref, slots, slot, batch, group, token, barrier):
-    plgpu = compat.mosaic_gpu()
-    for g in range(plan.tiling.heads_per_cta):
-        source = ref.at[batch, plan.head(group, g), pl.ds(token, BLOCK)]
         plgpu.copy_gmem_to_smem(source, slots.at[slot, g], barrier)
 
 

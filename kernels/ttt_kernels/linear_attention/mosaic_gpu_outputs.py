@@ -54,7 +54,7 @@ def outputs(
     def linear_attention_outputs(*refs):
         _body(plan, refs)
 
-    copies = (4 if plan.decay else 2) * groups + COMPUTE_WARPGROUPS
+    copies = 2 * groups + COMPUTE_WARPGROUPS
     scratch = [
         common.tile(tiling, stages, groups, BLOCK, key_dim),
         common.tile(tiling, stages, groups, BLOCK, key_dim),
@@ -65,9 +65,6 @@ def outputs(
         common.tile(tiling, COMPUTE_WARPGROUPS, BLOCK, columns),
     ]
     if plan.decay:
-        # Layout inference gives one layout to one reference: the sums come twice.
-        sums = plgpu.SMEM((stages, groups, BLOCK), jnp.float32)
-        scratch[5:5] = [sums, sums]
         scratch.append(common.tile(tiling, COMPUTE_WARPGROUPS, BLOCK, columns))
     if tiling.portable:
         scratch.append(common.tile(tiling, COMPUTE_WARPGROUPS, BLOCK, BLOCK))
@@ -80,7 +77,7 @@ def outputs(
         interpret=interpret,
         **plan.grid(tiling.segments),
     )
-    return tuple(call(q, k, v, states, *(() if decay is None else (decay.sums,))))
+    return tuple(call(q, k, v, states, *(() if decay is None else (decay.sums,) * 2)))
 
 
 def _body(plan: common.Plan, refs) -> None:
@@ -90,10 +87,9 @@ def _body(plan: common.Plan, refs) -> None:
     order = common.backwards if plan.reverse else common.forwards
     last = 0 if plan.reverse else plan.tiling.segments - 1
     q_ref, k_ref, v_ref, state_ref = refs[:4]
-    sums_ref = refs[4] if plan.decay else None
-    out_ref, final_ref, qs, ks, vs, full, free, *tiles = refs[4 + plan.decay:]
-    if plan.decay:
-        rows_smem, columns_smem, *tiles = tiles
+    # Layout inference gives one layout to one reference: the sums come twice.
+    rows_ref, columns_ref = refs[4:6] if plan.decay else (None, None)
+    out_ref, final_ref, qs, ks, vs, full, free, *tiles = refs[4 + 2 * plan.decay:]
     slab, group = lax.axis_index("slab"), lax.axis_index("group")
     segment, b = lax.axis_index("segment"), lax.axis_index("batch")
     w = lax.axis_index("warpgroup")
@@ -105,9 +101,6 @@ def _body(plan: common.Plan, refs) -> None:
             common.copy_keys(plan, q_ref, qs, slot, b, group, token, barrier)
             common.copy_keys(plan, k_ref, ks, slot, b, group, token, barrier)
             common.copy_values(plan, v_ref, vs, slot, b, group, slab, token, barrier)
-            if plan.decay:
-                for target in (rows_smem, columns_smem):
-                    common.copy_sums(plan, sums_ref, target, slot, b, group, token, barrier)
 
         common.load_blocks(plan, copies, full, free, first, count, order)
 
@@ -126,14 +119,14 @@ def _body(plan: common.Plan, refs) -> None:
         def step(i, state):
             slot = lax.rem(i, jnp.int32(stages))
             token = (first + order(i, count)) * BLOCK
-            plgpu.barrier_wait(full.at[slot])
             here = None
             if plan.decay:
                 here = _BlockSums(
-                    common.load_vector(rows_smem.at[slot, g], 1),
-                    common.load_vector(columns_smem.at[slot, g], 0),
-                    rows_smem[slot, g, BLOCK - 1],
+                    common.load_vector(rows_ref.at[b, h, pl.ds(token, BLOCK)], 1),
+                    common.load_vector(columns_ref.at[b, h, pl.ds(token, BLOCK)], 0),
+                    rows_ref[b, h, token + BLOCK - 1],
                 )
+            plgpu.barrier_wait(full.at[slot])
             tile, state = _block(
                 plan, qs.at[slot, g], ks.at[slot, g], vs.at[slot, w], state, here, smem
             )

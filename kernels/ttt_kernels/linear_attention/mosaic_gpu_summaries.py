@@ -47,8 +47,7 @@ def summaries(
     def linear_attention_summaries(*refs):
         k_ref, v_ref = refs[:2]
         sums_ref, edge_ref = refs[2:4] if plan.decay else (None, None)
-        out_ref, ks, vs, full, free, *tiles = refs[2 + 2 * plan.decay:]
-        sums_smem, scaled = tiles or (None, None)
+        out_ref, ks, vs, full, free, *scaled = refs[2 + 2 * plan.decay:]
         slab, group = lax.axis_index("slab"), lax.axis_index("group")
         segment, b = lax.axis_index("segment"), lax.axis_index("batch")
         w = lax.axis_index("warpgroup")
@@ -61,8 +60,6 @@ def summaries(
             def copies(slot, token, barrier):
                 common.copy_keys(plan, k_ref, ks, slot, b, group, token, barrier)
                 common.copy_values(plan, v_ref, vs, slot, b, group, slab, token, barrier)
-                if plan.decay:
-                    common.copy_sums(plan, sums_ref, sums_smem, slot, b, group, token, barrier)
 
             common.load_blocks(plan, copies, full, free, first, count, order)
 
@@ -77,13 +74,15 @@ def summaries(
                     slot = lax.rem(i, jnp.int32(stages))
                     value = vs.at[slot, w]
                     if plan.decay:
-                        to_edge = edge_ref[b, h, first + order(i, count)]
+                        block = first + order(i, count)
+                        tokens = pl.ds(block * BLOCK, BLOCK)
+                        sums = common.load_vector(sums_ref.at[b, h, tokens], 1)
+                        fall = sums if reverse else sums_ref[b, h, block * BLOCK + 63] - sums
+                        weights = jnp.exp(fall + edge_ref[b, h, block])
                     plgpu.barrier_wait(full.at[slot])
                     if plan.decay:
-                        sums = common.load_vector(sums_smem.at[slot, g], 1)
-                        fall = sums if reverse else sums_smem[slot, g, BLOCK - 1] - sums
-                        common.weigh_values(value, jnp.exp(fall + to_edge), scaled.at[w])
-                        value = scaled.at[w]
+                        common.weigh_values(value, weights, scaled[0].at[w])
+                        value = scaled[0].at[w]
                     plgpu.wgmma(acc, ks.at[slot, g].transpose((1, 0)), value)
                     plgpu.wgmma_wait(0)
                     plgpu.barrier_arrive(free.at[slot])
@@ -93,7 +92,7 @@ def summaries(
             state = pl.run_scoped(compute, plgpu.ACC((key_dim, columns), jnp.float32))
             out_ref[b, h, segment, :, pl.ds(plan.column(slab, w), columns)] = state
 
-    copies = (2 if plan.decay else 1) * groups + COMPUTE_WARPGROUPS
+    copies = groups + COMPUTE_WARPGROUPS
     scratch = [
         common.tile(tiling, stages, groups, BLOCK, key_dim),
         common.tile(tiling, stages, COMPUTE_WARPGROUPS, BLOCK, columns),
@@ -101,7 +100,6 @@ def summaries(
         plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=stages),
     ]
     if plan.decay:
-        scratch.append(plgpu.SMEM((stages, groups, BLOCK), jnp.float32))
         scratch.append(common.tile(tiling, COMPUTE_WARPGROUPS, BLOCK, columns))
     shape = (batch, heads, tiling.segments - 1, key_dim, v.shape[-1])
     call = compat.gpu_kernel(

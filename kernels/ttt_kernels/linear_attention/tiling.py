@@ -61,9 +61,7 @@ class Tiling:
         scores = COMPUTE_WARPGROUPS * BLOCK * BLOCK if self.portable else 0
         state = COMPUTE_WARPGROUPS * self.key_dim * self.columns
         total = 2 * (self.stages * (queries + values) + state + values + scores)
-        if decay:
-            total += 2 * values + 2 * max(1024, 4 * self.stages * self.heads_per_cta * BLOCK)
-        return total + _RESERVED_BYTES
+        return total + (2 * values if decay else 0) + _RESERVED_BYTES
 
 
 def padded_dim(dim: int) -> int:
