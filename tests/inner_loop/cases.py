@@ -94,7 +94,7 @@ def gradients(
 
 
 def _pair(x, seed):
-    return jnp.sum(x * jax.random.normal(jax.random.key(seed), x.shape, x.dtype))
+    return jnp.sum(x * jax.random.normal(jax.random.key(seed), x.shape, jnp.float32))
 
 
 def named_leaves(tree):
