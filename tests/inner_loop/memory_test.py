@@ -274,3 +274,23 @@ def test_errors_of_presets():
     ):
         with pytest.raises(ValueError, match=words):
             make()
+
+
+ZEROS = {
+    "vittt_glu": presets.vittt_glu(),
+    "ttt_mlp": presets.ttt_mlp(chunk_size=4),
+    "atlas": presets.atlas(window=3),
+    "gated_deltanet": presets.gated_deltanet(),
+}
+
+
+@pytest.mark.parametrize("name", ZEROS)
+def test_zeros_of_the_family_have_finite_gradients(name):
+    """Zero tokens, zero rates, gates at 0 and zero weights of one head: nothing becomes NaN."""
+    spec = ZEROS[name]
+    weights, tokens = cases.arguments(spec, time=8, batch=1, dim=3, dtype="float32")
+    tokens = {n: x.at[:, 2:6].set(0) for n, x in tokens.items()}
+    weights = {n: w.at[0].set(0) for n, w in weights.items()}
+    mode = "parallel" if ttt_jax.explain(spec).parallel else "recurrent"
+    for leaf, x in cases.named_leaves(cases.gradients(spec, weights, tokens, mode=mode)):
+        assert np.all(np.isfinite(np.asarray(x))), leaf
