@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator
 
 import jax
@@ -218,30 +217,17 @@ def newton_schulz_suite(options: Options) -> list[Row]:
 
         arguments, cotangents = [(draw(0),), (draw(1),)], [draw(2), draw(3)]
         limit = _floor_ms(5 * 3 * 2.0 * width**3 * count, 4.0 * count * width**2)
-        for implementation in ("xla", "mosaic_gpu"):
-            orthogonalise = functools.partial(_orthogonalise, implementation)
-            for direction, timing in _run(_named(orthogonalise), arguments, cotangents, options,
-                                          static=f"newton_schulz_{implementation}"):
-                if isinstance(timing, str):
-                    print(f"newton_schulz {count}x{width} {implementation}: {timing[:160]}")
-                    break
-                times = _times(timing, 1, limit if direction == "fwd" else None)
-                del times["Mtok/s"]
-                rows.append({"case": f"{count}x{width}^2", "implementation": implementation,
-                             "pass": direction, **times})
+        for direction, timing in _run(_orthogonalise, arguments, cotangents, options,
+                                      static="newton_schulz_xla"):
+            times = _times(timing, 1, limit if direction == "fwd" else None)
+            del times["Mtok/s"]
+            rows.append({"case": f"{count}x{width}^2", "implementation": "xla",
+                         "pass": direction, **times})
     return rows
 
 
-def _orthogonalise(implementation: str, x: jax.Array) -> jax.Array:
-    return newton_schulz(x, LACT_COEFFICIENTS, implementation=implementation)
-
-
-def _named(function: Callable) -> Callable:
-    """A plain function around a partial one, so that it can carry a name in profiles."""
-    def call(*arguments):
-        return function(*arguments)
-
-    return call
+def _orthogonalise(x: jax.Array) -> jax.Array:
+    return newton_schulz(x, LACT_COEFFICIENTS)
 
 
 SUITES: dict[str, Callable[[Options], list[Row]]] = {

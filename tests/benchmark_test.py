@@ -1,0 +1,81 @@
+"""The benchmark program on shapes that run in seconds: what it prints and saves, not how fast."""
+
+import csv
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ttt_jax.benchmark import suites, tables, timing
+
+SIZE = suites.Size(96, 1, 8, 16, ((1, 8),), ((2, 16),), "float32")
+OPTIONS = suites.Options(size=SIZE, seconds=1e-3, batches=2, variants=(0, 6))
+
+
+def test_measure_counts_calls_and_refuses_no_arguments():
+    calls = []
+
+    def function(x):
+        calls.append(x)
+        return x
+
+    result = timing.measure(function, [(jnp.ones(2),), (jnp.zeros(2),)], seconds=0.01,
+                            batches=3, max_calls=4)
+    assert result.calls == 4 and result.milliseconds > 0
+    # Warm-up of both sets, one call to find the number of calls, three batches of four.
+    assert len(calls) == 2 + 1 + 12
+    assert float(calls[-1][0]) != float(calls[-2][0])  # inputs are rotated
+    with pytest.raises(ValueError, match="argument_sets"):
+        timing.measure(function, [])
+
+
+def test_gradient_pass_returns_all_gradients():
+    out, gradients = suites.with_gradient(lambda x, y: x * y)(
+        jnp.float32(2.0), jnp.float32(3.0), jnp.float32(5.0)
+    )
+    assert (float(out), [float(g) for g in gradients]) == (15.0, [10.0, 6.0])
+
+
+def test_throughput_table_has_a_row_for_each_mode_that_runs(capsys):
+    rows = suites.throughput_table(OPTIONS)
+    made = [(row["case"], row["implementation"], row["pass"]) for row in rows]
+    both = ("fwd", "fwd+bwd")
+    modes = [("V0", "recurrent")] + [("V6", m) for m in ("recurrent", "parallel", "kernel")]
+    assert made == [(*mode, name) for mode in modes for name in both]
+    assert all(row["Mtok/s"] > 0 for row in rows)
+    assert rows[0]["vs recurrent"] == 1.0
+    printed = capsys.readouterr().out
+    assert "V0 parallel: " in printed and "V6, T = 96: parallel / recurrent = " in printed
+
+
+@pytest.mark.parametrize("name", ["linear_attention", "newton_schulz"])
+def test_other_suites(name, tmp_path):
+    rows = suites.SUITES[name](OPTIONS)
+    assert [row["pass"] for row in rows] == ["fwd", "fwd+bwd"]
+    tables.save(rows, tmp_path, name, "title")
+    with open(tmp_path / f"{name}.csv") as file:
+        saved = list(csv.DictReader(file))
+    assert [row["case"] for row in saved] == [row["case"] for row in rows]
+    assert (tmp_path / f"{name}.md").read_text().startswith("title\n\n| case |")
+
+
+def test_layer_inputs_follow_the_specification():
+    for variant, names in ((0, {"lr", "momentum"}), (4, {"momentum"}), (6, set())):
+        spec, arrays = suites._layer(variant, SIZE, 0)
+        assert set(arrays) == {"weights", "q", "k", "v"} | names
+        if "lr" in names:
+            assert arrays["lr"].shape == (1, 96, 1, len(spec.trained))
+    assert jax.devices()[0].device_kind in suites.describe_device()
+
+
+def test_program_runs_and_refuses_an_unknown_suite(tmp_path):
+    command = [sys.executable, "launch/benchmark.py", "--seconds=0.001", "--batches=1"]
+    done = subprocess.run([*command, "--suite=newton_schulz", f"--out={tmp_path}"],
+                          capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "8x32^2" in done.stdout and (tmp_path / "newton_schulz.csv").exists()
+    done = subprocess.run([*command, "--suite=nothing"], capture_output=True, text=True,
+                          timeout=240)
+    assert done.returncode == 1 and "--suite=['nothing'] must be among" in done.stderr
