@@ -23,9 +23,9 @@ def get_config(size: str = "tiny") -> Config:
     if size == "tiny":
         return Config(
             model=lact_llm.preset("tiny"),
-            data=DataConfig(sequence_length=512, batch_size=4),
+            data=DataConfig(sequence_length=512, batch_size=2, eval_fraction=0.03),
             optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=20),
-            train=TrainConfig(steps=300, log_every=20, save_every=100),
+            train=TrainConfig(steps=240, log_every=20, save_every=80),
         )
     return Config(
         model=lact_llm.preset(size, dtype="bfloat16", remat="full"),

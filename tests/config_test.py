@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.tiny_run import program_environment
 from ttt_jax import config as config_lib
 from ttt_jax import config_files
 from ttt_jax.config import Config, DataConfig, MeshConfig, OptimizerConfig, TrainConfig
@@ -114,7 +115,7 @@ app.run(main, flags_parser=config_files.parse_flags)
 
 def parse(*flags):
     command = [sys.executable, "-c", _FLAGS, *flags]
-    return subprocess.run(command, capture_output=True, text=True)
+    return subprocess.run(command, env=program_environment(), capture_output=True, text=True)
 
 
 def test_flags_override_any_field():

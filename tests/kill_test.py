@@ -1,7 +1,5 @@
 """SIGKILL at random moments: whatever was being computed or written, the run goes on the same."""
 
-import os
-import pathlib
 import random
 import subprocess
 import sys
@@ -9,7 +7,7 @@ import time
 
 import pytest
 
-from tests.tiny_run import assert_equal_states, tiny_config, write_text
+from tests.tiny_run import assert_equal_states, program_environment, tiny_config, write_text
 from tests.train_test import read_state
 from ttt_jax import evaluate
 
@@ -25,12 +23,9 @@ sys.exit(train.main(config, sys.argv[2]))
 
 def start(text, workdir, cache):
     """Starts the trainer in a process of its own."""
-    root = pathlib.Path(__file__).parent.parent
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(root), str(root / "kernels")]),
-        "JAX_COMPILATION_CACHE_DIR": str(cache),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
+    environment = program_environment(
+        JAX_COMPILATION_CACHE_DIR=str(cache), JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0"
+    )
     command = [sys.executable, "-c", _PROGRAM.format(steps=_STEPS), str(text), str(workdir)]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.tiny_run import program_environment
 from tests.tolerances import tolerance
 from ttt_jax import sharding
 
@@ -24,10 +25,7 @@ _ROOT = pathlib.Path(__file__).parent.parent
 def eight_devices(request, tmp_path_factory):
     """What tests/sharding_program.py prints."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(_ROOT), str(_ROOT / "kernels")]),
-        "XLA_FLAGS": flags,
-    }
+    environment = program_environment(XLA_FLAGS=flags)
     folder = tmp_path_factory.mktemp("run")
     command = [sys.executable, "-m", "tests.sharding_program", str(folder), str(request.param)]
     done = subprocess.run(command, env=environment, cwd=_ROOT, capture_output=True, text=True)

@@ -1,6 +1,7 @@
 """A run that trains in a second: a few words as text, a model of a thousand values."""
 
 import json
+import os
 import pathlib
 
 import jax
@@ -39,6 +40,13 @@ def tiny_config(text: pathlib.Path, **train) -> Config:
         optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=2),
         train=TrainConfig(**{"steps": 6, "save_every": 2, "log_every": 1, **train}),
     )
+
+
+def program_environment(**more: str) -> dict[str, str]:
+    """Returns the environment for a process that imports this source tree."""
+    root = pathlib.Path(__file__).parent.parent
+    path = os.pathsep.join([str(root), str(root / "kernels")])
+    return os.environ | {"PYTHONPATH": path} | more
 
 
 def assert_equal_states(a, b) -> None:

@@ -41,7 +41,7 @@ CELLS: dict[str, tuple[str, int | None]] = {
 # Per scale: optimizer steps of a cell (None: those of the configuration), tokens of the sequence
 # on which inference is timed.
 SCALES: dict[str, tuple[int | None, int]] = {
-    "tiny": (150, 2048),
+    "tiny": (100, 2048),
     "125m": (None, 32768),
     "760m": (None, 32768),
     "3b": (None, 32768),
@@ -317,7 +317,8 @@ def plot(rows: Sequence[Cell], folder: pathlib.Path) -> None:
         if points:
             curves.plot(*zip(*points, strict=True), label=row.model)
     curves.set(xlabel="step", ylabel="training loss (nats per token)")
-    curves.legend()
+    if curves.lines:
+        curves.legend()
     places = np.arange(len(rows))
     for shift, mode in ((-0.2, "recurrent"), (0.2, "parallel")):
         rates = [getattr(row, f"{mode}_tokens_per_second") or 0.0 for row in rows]
