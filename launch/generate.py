@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from absl import app, flags
 
+from ttt_jax import config_files
 from ttt_jax.checkpoint import CheckpointError, load_model
 from ttt_jax.data.tokenizers import load_tokenizer
 from ttt_jax.generate import Sampling, generate_text
@@ -29,9 +30,7 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {list(argv[1:])}")
     try:
-        sampling = Sampling(
-            temperature=_TEMPERATURE.value, top_k=_TOP_K.value, top_p=_TOP_P.value
-        )
+        sampling = Sampling(temperature=_TEMPERATURE.value, top_k=_TOP_K.value, top_p=_TOP_P.value)
         config, model, step = load_model(_WORKDIR.value, _STEP.value)
         texts, result = generate_text(
             model,
@@ -50,7 +49,7 @@ def main(argv: Sequence[str]) -> None:
 
 def cli() -> None:
     """Entry point of the installed program."""
-    app.run(main)
+    app.run(main, flags_parser=config_files.parse_flags)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,11 @@ from ttt_jax.generate import Sampling, generate, generate_text, sample
 GREEDY = Sampling(temperature=0.0)
 
 
-@pytest.mark.parametrize("name", ["v0", "v6", "full"])
+@pytest.mark.parametrize("name", ["v0", "full"])
 def test_greedy_tokens_are_the_argmax_of_the_full_forward(name):
     """Prompts off, on and past the chunk of 8 in one batch, 20 new tokens each."""
     config = {
         "v0": lact_config(variant=0, use_newton_schulz=False),
-        "v6": lact_config(variant=6),
         "full": transformer_config(window_size=None, max_decode_length=64),
     }[name]
     model = small_model(config)
@@ -54,6 +53,8 @@ def test_seeds_and_vocabulary_of_a_sample():
         for seed in (0, 0, 1)
     )
     np.testing.assert_array_equal(first, again)
+    repeated = generate(model, prompts, max_new_tokens=16, seed=2, vocab_size=9)
+    assert repeated.compile_seconds < 0.1 * (repeated.decode_seconds + 1)  # found, not compiled
     assert np.any(first != other)
     assert np.any(first[0] != first[1])  # rows draw independently
     assert first.max() < 9
@@ -98,9 +99,7 @@ class Letters:
 
 def test_text_goes_through_the_tokenizer():
     model = small_model(lact_config(variant=6))
-    texts, result = generate_text(
-        model, Letters(), ["abc", ""], max_new_tokens=5, sampling=GREEDY
-    )
+    texts, result = generate_text(model, Letters(), ["abc", ""], max_new_tokens=5, sampling=GREEDY)
     direct = generate(
         model,
         [np.array([0, 2, 3, 4]), np.array([0])],

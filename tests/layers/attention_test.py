@@ -145,9 +145,7 @@ def test_rows_of_different_lengths_share_a_cache():
     cache = init_attention_cache(2, 5, 2, 4, "float32")
     lengths = jnp.array([3, 8], jnp.int32)
     _, cache = cached_attention(*[x[:, :8] for x in (q, k, v)], cache, 0 * lengths, lengths)
-    last = [
-        jnp.stack([x[0, 3:4], x[1, 8:9]]) for x in (q, k, v)
-    ]
+    last = [jnp.stack([x[0, 3:4], x[1, 8:9]]) for x in (q, k, v)]
     out, _ = cached_attention(*last, cache, lengths, jnp.ones(2, jnp.int32))
     for row, length in enumerate((4, 9)):
         whole = reference(*[x[row : row + 1, :length] for x in (q, k, v)], 5)

@@ -53,7 +53,7 @@ def test_scan_and_remat_change_neither_loss_nor_gradients():
     loss, gradients = loss_and_gradients(small_model(WIDE["v0"]), ids)
     assert all(np.any(leaf != 0) for leaf in jax.tree.leaves(gradients))
     params = nnx.to_pure_dict(nnx.state(small_model(WIDE["v0"]), nnx.Param))
-    for scan, remat in ((False, "none"), (True, "full"), (False, "dots")):
+    for scan, remat in ((True, "full"), (False, "dots")):
         config = dataclasses.replace(WIDE["v0"], scan_layers=scan, remat=remat)
         model = nnx.eval_shape(lambda config=config: build(config))
         state = nnx.state(model)
@@ -176,13 +176,12 @@ def test_a_reset_row_forgets(scan):
     assert not np.allclose(logits[1::2], on[1::2])
 
 
-@pytest.mark.parametrize("name", ["v0", "full"])
-def test_half_precision_keeps_float32_parameters_and_logits(name):
+def test_half_precision_keeps_float32_parameters_and_logits():
     """bfloat16 compute: float32 parameters, gradients and logits, near the float32 model."""
-    config = dataclasses.replace(WIDE[name], dtype="bfloat16")
+    config = dataclasses.replace(WIDE["v0"], dtype="bfloat16")
     ids = tokens(2, 22)
     loss, gradients = loss_and_gradients(small_model(config), ids)
-    expected, _ = loss_and_gradients(small_model(WIDE[name]), ids)
+    expected, _ = loss_and_gradients(small_model(WIDE["v0"]), ids)
     for leaf in jax.tree.leaves(gradients):
         assert leaf.dtype == jnp.float32
         assert np.all(np.isfinite(leaf))

@@ -80,17 +80,12 @@ def test_parameters_that_a_variant_does_not_use_do_not_exist(variant, weights, r
         assert branch["rate"]["kernel"].shape == (2, 16, 2, rates)  # layers, hidden, heads
 
 
-@pytest.mark.parametrize("variant", [2, 6])
-def test_modes_agree(variant):
-    """Recurrent, parallel and auto: the same logits, packed and not."""
+def test_modes_agree():
+    """Recurrent and parallel: the same logits, packed and not."""
     row, ids = tokens(2, 27), jnp.array([[0] * 11 + [1] * 16, [0] * 25 + [-1] * 2], jnp.int32)
     for segment_ids in (None, ids):
-        expected = forward(
-            small_model(lact_config(variant=variant, mode="recurrent")), row, segment_ids
-        )
-        found = forward(
-            small_model(lact_config(variant=variant, mode="parallel")), row, segment_ids
-        )
+        expected = forward(small_model(lact_config(variant=2, mode="recurrent")), row, segment_ids)
+        found = forward(small_model(lact_config(variant=2, mode="parallel")), row, segment_ids)
         assert_close(found, expected, tolerance("float32", 64))
 
 

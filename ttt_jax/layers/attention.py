@@ -141,9 +141,7 @@ def _xla_attention(q, own: KeyValue, window: int, previous: KeyValue | None):
     return jnp.moveaxis(out, 0, 1).reshape(batch, -1, heads, dim)[:, :time]
 
 
-def causal_attention(
-    q, k, v, *, window=None, documents=None, previous=None, implementation="auto"
-):
+def causal_attention(q, k, v, *, window=None, documents=None, previous=None, implementation="auto"):
     """Causal attention over the last `window` tokens of each token's document, itself included.
 
     Args:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ttt_jax.sharding import param
+from ttt_jax.sharding import constrain, param
 
 
 class Linear(nnx.Module):
@@ -102,7 +102,10 @@ class Embedding(nnx.Module):
         Returns:
           [*tokens.shape, features] in the layer's dtype.
         """
-        return jnp.take(self.table[...], tokens, axis=0).astype(self.dtype)
+        # Whole rows on every device: of a table that is cut along the rows' axis the partitioner
+        # would collect the looked-up rows of the full batch instead.
+        table = constrain(self.table[...], ("vocab", None))
+        return jnp.take(table, tokens, axis=0).astype(self.dtype)
 
     def attend(self, x, out_dtype):
         """x Eᵀ, the output head of a model whose embedding is tied.

@@ -164,9 +164,7 @@ class AttentionLayer(nnx.Module):
     def _attend_cached(self, q, k, v, cache, info):
         # cuDNN has no cache, so a model that names it decodes through XLA.
         heads = self._rotated(q, k, v, info)
-        return cached_attention(
-            *heads, cache, info.start, info.lengths, implementation="xla"
-        )
+        return cached_attention(*heads, cache, info.start, info.lengths, implementation="xla")
 
 
 class LactLayer(AttentionLayer):
