@@ -351,6 +351,27 @@ def test_mosaic_gpu_gradient_lowers_and_keeps_only_inputs_and_segment_states():
     assert kept <= inputs + states + 2 * 64 * 64 * 4
 
 
+def test_mosaic_gpu_under_vmap_and_shard_map_adds_no_collective():
+    x = jax.ShapeDtypeStruct((2, 300, 2, 128), jnp.bfloat16)
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    by_batch = jax.sharding.PartitionSpec("data")
+
+    def one(q, k, v):
+        return mosaic_gpu.linear_attention(q, k, v)[0]
+
+    mapped = jax.shard_map(one, mesh=mesh, in_specs=by_batch, out_specs=by_batch,
+                           check_vma=False)
+    batched = jax.vmap(lambda *row: one(*(r[None] for r in row)))
+    for function in (mapped, batched):
+        def loss(*arrays, function=function):
+            return jnp.sum(function(*arrays), dtype=jnp.float32)
+
+        gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+        lowered = gradient.trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
+        assert lowered.count("linear_attention_outputs") >= 4
+        assert "all_gather" not in lowered and "all_reduce" not in lowered
+
+
 def test_tiling_fits_and_refuses():
     for dims in ((64, 64), (128, 128), (192, 192), (256, 256), (256, 64)):
         for decay in (False, True):

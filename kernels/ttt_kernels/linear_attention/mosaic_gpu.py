@@ -46,6 +46,10 @@ def linear_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Linear attention by the Mosaic GPU kernels; see `ttt_kernels.linear_attention`.
 
+    Under a mesh, wrap the call in `jax.shard_map(..., check_vma=False)` over batch and heads: no
+    collective is added, and plain `jit` would gather the inputs. Pallas' loops do not carry the
+    mesh axes that `check_vma=True` wants to see.
+
     Args:
       interpret: runs in JAX's GPU interpreter on a CPU, with race detection (jax >= 0.11).
       segments_per_row, stages, portable: override the tiling's choice; None chooses.
