@@ -35,8 +35,8 @@ from ttt_kernels.linear_attention import segments
 from ttt_kernels.linear_attention.shapes import accumulator_dtype
 
 CHUNK = 64
-# Tokens whose chunks are prepared together: enough for a device to be busy with a single row, few
-# enough that what the preparation holds in passing stays far below the inputs of a long row.
+# Tokens whose chunks are prepared together: enough for a device to be busy with a single row, and a
+# bound on what the preparation holds in passing, which does not grow with the row.
 GROUP_TOKENS = 1024
 
 
