@@ -1,6 +1,7 @@
-"""``mode="kernel"``: the inner loops that are one call of ``ttt_kernels.linear_attention``.
+"""``mode="kernel"``: the inner loops that are one call of a kernel of ``ttt_kernels``.
 
-With ``q̂ = φ(q)``, ``k̂ = rate · φ(k)`` and ``v̂ = scale · v`` the layer is ``o = q̂ (W₀ + Σ k̂ᵀ v̂)``:
+Delta rules and forget gates with a number a channel are ``delta``'s; the others linear attention:
+with ``q̂ = φ(q)``, ``k̂ = rate · φ(k)`` and ``v̂ = scale · v`` the layer is ``o = q̂ (W₀ + Σ k̂ᵀ v̂)``:
 causal by token at ``chunk_size=1``, causal by chunk otherwise. ``mode="parallel"`` evaluates the
 token-causal ones here too, in XLA: one state a token would not fit.
 """
@@ -66,7 +67,7 @@ def run(
       first: the state before the first token, with its buffer.
       start: the state from which a new document starts.
       continued: whether ``first`` was carried from an earlier call.
-      implementation: of ``ttt_kernels.linear_attention``.
+      implementation: of ``ttt_kernels.linear_attention``, or of ``delta_rule``.
     """
     if not spec.loss.state_free or spec.erase or delta.has_channel_gate(tokens.forget):
         return delta.run(spec, static, tokens, segment_ids, first, start, implementation)
