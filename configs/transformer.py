@@ -4,10 +4,10 @@
 
 Sizes: tiny, 125m, 760m, 3b; data, optimizer and length are those of configs/lact_llm.py.
 
-| size | what to run it on | time | number to expect |
+| size | what to run it on | time | perplexity to expect |
 |---|---|---|---|
-| tiny | two CPU cores, Python's own documentation, bytes | TIME_TINY | EXPECT_TINY |
-| 125m, 760m, 3b | GPUs or TPUs, your text and tokenizer | not run to the end here | - |
+| tiny | two CPU cores, Python 3.11.7's own text, bytes | about 1 minute | 13.19 (unigram 27.42) |
+| 125m, 760m, 3b | GPUs or TPUs, your text and tokenizer | not run here | - |
 """
 
 from ttt_jax.config import Config, DataConfig, OptimizerConfig, TrainConfig
