@@ -45,52 +45,7 @@ def summaries(
     stages = max(tiling.stages, 4 if key_dim <= 128 else 2)
 
     def linear_attention_summaries(*refs):
-        k_ref, v_ref = refs[:2]
-        sums_ref, edge_ref = refs[2:4] if plan.decay else (None, None)
-        out_ref, ks, vs, full, free, *scaled = refs[2 + 2 * plan.decay:]
-        slab, group = lax.axis_index("slab"), lax.axis_index("group")
-        segment, b = lax.axis_index("segment"), lax.axis_index("batch")
-        w = lax.axis_index("warpgroup")
-        first, count = plan.segment_blocks(segment + (1 if reverse else 0))
-        # Against the order of the output kernel, whose first blocks are then still in the L2.
-        order = common.forwards if reverse else common.backwards
-
-        @pl.when(w == COMPUTE_WARPGROUPS)
-        def _():
-            def copies(slot, token, barrier):
-                common.copy_keys(plan, k_ref, ks, slot, b, group, token, barrier)
-                common.copy_values(plan, v_ref, vs, slot, b, group, slab, token, barrier)
-
-            common.load_blocks(plan, copies, full, free, first, count, order)
-
-        @pl.when(w < COMPUTE_WARPGROUPS)
-        def _():
-            plgpu.set_max_registers(common.COMPUTE_REGISTERS, action="increase")
-            h, g = plan.head(group, w), common.own(plan, w)
-
-            def compute(acc):
-                @pl.loop(0, count)
-                def _(i):
-                    slot = lax.rem(i, jnp.int32(stages))
-                    value = vs.at[slot, w]
-                    if plan.decay:
-                        block = first + order(i, count)
-                        tokens = pl.ds(block * BLOCK, BLOCK)
-                        sums = common.load_vector(sums_ref.at[b, h, tokens], 1)
-                        fall = sums if reverse else sums_ref[b, h, block * BLOCK + 63] - sums
-                        weights = jnp.exp(fall + edge_ref[b, h, block])
-                    plgpu.barrier_wait(full.at[slot])
-                    if plan.decay:
-                        common.weigh_values(value, weights, scaled[0].at[w])
-                        value = scaled[0].at[w]
-                    plgpu.wgmma(acc, ks.at[slot, g].transpose((1, 0)), value)
-                    plgpu.wgmma_wait(0)
-                    plgpu.barrier_arrive(free.at[slot])
-
-                return acc[...]
-
-            state = pl.run_scoped(compute, plgpu.ACC((key_dim, columns), jnp.float32))
-            out_ref[b, h, segment, :, pl.ds(plan.column(slab, w), columns)] = state
+        _summaries_body(plan, stages, refs)
 
     copies = groups + COMPUTE_WARPGROUPS
     scratch = [
@@ -110,6 +65,58 @@ def summaries(
         **plan.grid(tiling.segments - 1),
     )
     return call(k, v, *(() if decay is None else (decay.sums, decay.to_edge)))
+
+
+def _summaries_body(plan: common.Plan, stages: int, refs) -> None:
+    """The kernel: the memory warpgroup's loop, and the compute warpgroups'."""
+    plgpu = compat.mosaic_gpu()
+    reverse, columns, key_dim = plan.reverse, plan.tiling.columns, plan.tiling.key_dim
+    k_ref, v_ref = refs[:2]
+    sums_ref, edge_ref = refs[2:4] if plan.decay else (None, None)
+    out_ref, ks, vs, full, free, *scaled = refs[2 + 2 * plan.decay:]
+    slab, group = lax.axis_index("slab"), lax.axis_index("group")
+    segment, b = lax.axis_index("segment"), lax.axis_index("batch")
+    w = lax.axis_index("warpgroup")
+    first, count = plan.segment_blocks(segment + (1 if reverse else 0))
+    # Against the order of the output kernel, whose first blocks are then still in the L2.
+    order = common.forwards if reverse else common.backwards
+
+    @pl.when(w == COMPUTE_WARPGROUPS)
+    def _():
+        def copies(slot, token, barrier):
+            common.copy_keys(plan, k_ref, ks, slot, b, group, token, barrier)
+            common.copy_values(plan, v_ref, vs, slot, b, group, slab, token, barrier)
+
+        common.load_blocks(plan, copies, full, free, first, count, order)
+
+    @pl.when(w < COMPUTE_WARPGROUPS)
+    def _():
+        plgpu.set_max_registers(common.COMPUTE_REGISTERS, action="increase")
+        h, g = plan.head(group, w), common.own(plan, w)
+
+        def compute(acc):
+            @pl.loop(0, count)
+            def _(i):
+                slot = lax.rem(i, jnp.int32(stages))
+                value = vs.at[slot, w]
+                if plan.decay:
+                    block = first + order(i, count)
+                    tokens = pl.ds(block * BLOCK, BLOCK)
+                    sums = common.load_vector(sums_ref.at[b, h, tokens], 1)
+                    fall = sums if reverse else sums_ref[b, h, block * BLOCK + 63] - sums
+                    weights = jnp.exp(fall + edge_ref[b, h, block])
+                plgpu.barrier_wait(full.at[slot])
+                if plan.decay:
+                    common.weigh_values(value, weights, scaled[0].at[w])
+                    value = scaled[0].at[w]
+                plgpu.wgmma(acc, ks.at[slot, g].transpose((1, 0)), value)
+                plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(free.at[slot])
+
+            return acc[...]
+
+        state = pl.run_scoped(compute, plgpu.ACC((key_dim, columns), jnp.float32))
+        out_ref[b, h, segment, :, pl.ds(plan.column(slab, w), columns)] = state
 
 
 def prefix(
