@@ -16,12 +16,9 @@ from ttt_kernels import delta_rule
 HEADS, KEY, VALUE = 2, 5, 3
 LENGTH = 37  # of the shared cases: two whole chunks of 16 and a rest
 RULES = {  # arguments beside q, k, v
-    "deltanet": ("beta",),
     "gated_deltanet": ("beta", "head_decay"),
     "kda": ("beta", "channel_decay"),
     "rwkv7": ("erase", "channel_decay"),
-    "iplr": ("erase",),
-    "gla": ("channel_decay",),
     "mamba2": ("head_decay",),
 }
 DECAYS = (0.0, -1e-3, -0.1, -20.0, -80.0)
@@ -123,10 +120,10 @@ GOLDEN = {  # case: its names of our arguments, and whether it is [batch, heads,
 }
 
 
-@pytest.mark.parametrize("name", GOLDEN)
 @pytest.mark.parametrize(
-    ("implementation", "chunk_size", "tag"),
-    [("reference", None, "f64"), ("xla", 8, "f64"), ("xla", 8, "f32")],
+    ("name", "implementation", "chunk_size", "tag"),
+    [(name, "xla", 8, tag) for name in GOLDEN for tag in ("f64", "f32")]
+    + [(name, "reference", None, "f64") for name in ("linattn_kda", "linattn_rwkv7_dplr")],
 )
 def test_equals_the_published_reference(name, implementation, chunk_size, tag):
     case = Golden(name)
@@ -178,16 +175,15 @@ def test_packed_documents_and_mixed_decays(rule, rows, decays, seed):
     assert_same(run(x, rows, "xla", 16), expected, tol)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_values_equal_a_plain_loop(rule):
-    x = make_case(rule, length=21)
+def test_one_decay_a_head_without_erase_equals_a_plain_loop():
+    x = make_case("mamba2", length=21)
     with jax.enable_x64(True):
         arrays = jax.tree.map(jnp.asarray, x)
         out, final = jax.jit(functools.partial(delta_rule, chunk_size=8))(**arrays)
     assert_same({"out": out, "final": final}, numpy_loop(x), tolerance("float64", 21))
 
 
-@pytest.mark.parametrize(("rule", "length"), [("rwkv7", 1), ("rwkv7", 17), ("kda", 15)])
+@pytest.mark.parametrize(("rule", "length"), [("rwkv7", 1), ("rwkv7", 17)])
 def test_any_length(rule, length):
     """The reference runs the same tokens with a padded tail, so that it is compiled once."""
     x = make_case(rule)
@@ -217,12 +213,12 @@ def test_float32_equal_across_chunk_sizes_with_decays_to_minus_80(rule, chunk_si
 @pytest.mark.parametrize("rate", [1.0, 1.5])
 def test_repeated_keys_do_not_break_the_solve(rate):
     """A system of ones: its powers reach 1e18 at 64 tokens, its inverse only 2."""
-    x = make_case("deltanet", length=128, batch=1)
+    x = make_case("kda", length=260, batch=1, decays=(0.0,))
     x["k"] = np.broadcast_to(x["k"][:, :1], x["k"].shape)
     x["beta"] = np.full_like(x["beta"], rate)
     x = {n: np.float32(y) for n, y in x.items()}
     value = run(x, None, "xla", 64, "float32")
-    assert_same(value, run(x, None, "reference"), tolerance("float32", 128))
+    assert_same(value, run(x, None, "reference"), tolerance("float32", 260))
 
 
 def test_documents_start_from_zero_without_a_reset_state():
