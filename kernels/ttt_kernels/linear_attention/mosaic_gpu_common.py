@@ -95,11 +95,13 @@ def load_blocks(plan: Plan, copies, full, free, first, count, order):
 
 
 def forwards(i, count):
+    """Block of step `i` of `count` when a segment is walked from its start."""
     del count
     return i
 
 
 def backwards(i, count):
+    """Block of step `i` of `count` when a segment is walked from its end."""
     return count - 1 - i
 
 
@@ -123,6 +125,7 @@ def weigh_values(values, weights, scaled):
 
 
 def copy_values(plan: Plan, ref, slots, slot, batch, group, slab, token, barrier):
+    """Starts the copies of a block's value columns, one for each compute warpgroup."""
     plgpu = compat.mosaic_gpu()
     for w in range(COMPUTE_WARPGROUPS):
         columns = pl.ds(plan.column(slab, w), plan.tiling.columns)
@@ -131,6 +134,7 @@ def copy_values(plan: Plan, ref, slots, slot, batch, group, slab, token, barrier
 
 
 def copy_keys(plan: Plan, ref, slots, slot, batch, group, token, barrier):
+    """Starts the copies of a block's keys (or queries), one for each head of the CTA."""
     plgpu = compat.mosaic_gpu()
     for g in range(plan.tiling.heads_per_cta):
         source = ref.at[batch, pl.ds(token, BLOCK), plan.head(group, g)]
