@@ -1,8 +1,11 @@
 """What every test process has in common; read before jax is imported."""
 
+import gc
 import os
 import pathlib
 import sys
+
+import pytest
 
 if "jax" in sys.modules:
     raise RuntimeError("jax was imported before tests/conftest.py could set its environment")
@@ -25,3 +28,19 @@ if _workers > 1:
     _threads = str(max(1, (os.cpu_count() or 1) // _workers))
     for _name in ("NPROC", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(_name, _threads)
+
+# The kernel gives a process 65,530 memory maps, and a compiled program on the CPU takes several:
+# a worker that keeps the programs of every test it ran ends in a segmentation fault.
+_MAPS = pathlib.Path("/proc/self/maps")
+_MANY_MAPS = 20_000
+
+
+@pytest.fixture(autouse=True)
+def _forget_programs():
+    """Drops the compiled programs of earlier tests before they take too many memory maps."""
+    yield
+    if _MAPS.exists() and _MAPS.read_bytes().count(b"\n") > _MANY_MAPS:
+        import jax
+
+        jax.clear_caches()
+        gc.collect()

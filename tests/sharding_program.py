@@ -15,24 +15,28 @@ from ttt_jax.config import Config, OptimizerConfig
 from ttt_jax.models import lact_llm
 
 _VOCAB, _ROWS, _LENGTH = 64, 16, 24
-_MODEL = lact_llm.preset(
-    "tiny",
-    vocab_size=_VOCAB,
-    hidden_size=32,
-    num_layers=2,
-    num_attention_heads=4,
-    num_fast_heads=4,
-    intermediate_size=32,
-    chunk_size=8,
-    window_size=8,
-    low_rank=4,
-    variant=int(sys.argv[2]),
-)
 MESHES = {
     "data 8": {"data": 8},
     "fsdp 8": {"data": 1, "fsdp": 8},
     "data 2, model 4": {"data": 2, "model": 4},
 }
+
+
+def model_config(variant: int) -> lact_llm.LactLLMConfig:
+    """A model whose axes divide by every mesh."""
+    return lact_llm.preset(
+        "tiny",
+        vocab_size=_VOCAB,
+        hidden_size=32,
+        num_layers=2,
+        num_attention_heads=4,
+        num_fast_heads=4,
+        intermediate_size=32,
+        chunk_size=8,
+        window_size=8,
+        low_rank=4,
+        variant=variant,
+    )
 
 
 class Position:
@@ -60,10 +64,10 @@ def make_batch():
 class Run:
     """The model on one mesh; no sizes: one device."""
 
-    def __init__(self, **sizes):
+    def __init__(self, model, **sizes):
         devices = jax.devices() if sizes else jax.devices()[:1]
         self.mesh = sharding.make_mesh(**sizes, devices=devices)
-        self.whole = train_step.make_trainee(_MODEL, OptimizerConfig(warmup_steps=0), 10, self.mesh)
+        self.whole = train_step.make_trainee(model, OptimizerConfig(warmup_steps=0), 10, self.mesh)
         self.batch = sharding.place_batch(
             make_batch(), sharding.batch_sharding(self.mesh, _ROWS // 2)
         )
@@ -99,14 +103,15 @@ class Run:
             return jax.tree.map(np.asarray, compiled(params, self.batch))
 
 
-def main(workdir: str) -> None:
+def main(workdir: str, variant: int) -> None:
     """Compares the meshes with one device, and checkpoints across meshes."""
-    one, result = Run(), {}
+    model = model_config(variant)
+    one, result = Run(model), {}
     state = one.start()
     gradient = one.gradient(state.params)
     losses, _ = one.losses(state, 2)
     for name, sizes in MESHES.items():
-        run = Run(**sizes)
+        run = Run(model, **sizes)
         state = run.start()
         table = state.params["embedding"]["table"]
         part = table.addressable_shards[0].data.size / table.size
@@ -123,7 +128,7 @@ def main(workdir: str) -> None:
         }
         if name == "fsdp 8":
             checkpoints = checkpoint.Checkpoints(workdir, keep=2)
-            checkpoints.save(2, state, Position(), Config(model=_MODEL))
+            checkpoints.save(2, state, Position(), Config(model=model))
             checkpoints.close()
             expected, _ = run.losses(state, 1)
     for name, other in {"one": one, "data 2, model 4": run}.items():
@@ -133,4 +138,4 @@ def main(workdir: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], int(sys.argv[2]))
