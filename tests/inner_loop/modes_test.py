@@ -12,7 +12,7 @@ import pytest
 import ttt_jax
 from tests.inner_loop import cases, reference
 from tests.tolerances import assert_close, tolerance
-from ttt_jax import NewtonSchulz, WeightNorm, fast_nets, losses, presets
+from ttt_jax import NewtonSchulz, Span, WeightNorm, fast_nets, losses, presets
 
 FLOAT64 = 1e-12  # relative, as promised for float64
 FLOAT32 = 1e-5
@@ -26,6 +26,16 @@ SPECS["inclusive_mean"] = dataclasses.replace(
     loss=losses.DotProduct(scale=0.3, reduction="mean"),
     rate=0.7,
     momentum=0.6,
+)
+# The squared loss with momentum, one token a chunk and chunks that later ones read.
+SPECS["titans"] = presets.titans(1)
+SPECS["titans_chunks"] = dataclasses.replace(
+    presets.titans(1, chunk_size=4),
+    fast_net=fast_nets.SwiGLU(),
+    update="last_layer",
+    loss=losses.Squared(reduction="mean"),
+    forget_first=True,
+    direction="ascent",
 )
 
 
@@ -45,7 +55,8 @@ def _compare(spec, time, packed, carried, dtype, limit):
             _, before = cases.arguments(spec, time=21, dtype=dtype, seed=1)
             _, state = cases.run(spec, weights, before)
         expected = cases.gradients(spec, weights, tokens, ids, state)
-        for implementation in ("associative_scan", "triangular"):
+        affine = not spec.loss.state_free
+        for implementation in ("associative_scan", *(() if affine else ("triangular",))):
             found = cases.gradients(spec, weights, tokens, ids, state, "parallel", implementation)
             for (name, a), (_, b) in zip(
                 cases.named_leaves(found), cases.named_leaves(expected), strict=True
@@ -68,6 +79,8 @@ PARALLEL = [name for name, spec in SPECS.items() if ttt_jax.explain(spec).parall
         ("forget_steps", 65, 16, True, True),
         ("inclusive_mean", 35, 16, False, False),
         ("linear_attention", 7, 1, True, True),
+        ("titans", 21, 1, True, True),
+        ("titans_chunks", 21, 4, True, True),
     ],
 )
 def test_parallel_is_recurrent(name, time, chunk, packed, carried):
@@ -103,9 +116,66 @@ def test_kernel_is_recurrent(change, time, packed, carried):
             assert_close(a, b, 1e-10, name)
 
 
-@pytest.mark.parametrize("name", ["lact_v2", "lact_v6"])
-def test_parallel_is_recurrent_in_float32(name):
-    _compare(SPECS[name], 65, True, True, "float32", FLOAT32)
+@pytest.mark.parametrize("name,time", [("lact_v2", 65), ("lact_v6", 65), ("titans", 21)])
+def test_parallel_is_recurrent_in_float32(name, time):
+    _compare(SPECS[name], time, True, True, "float32", FLOAT32)
+
+
+SPANS = ((0, 5, True, False), (5, 7, True, True), (0, 5, False, True), (7, 9, True, False))
+
+
+@pytest.mark.parametrize("loss", [losses.DotProduct(), losses.Squared()])
+def test_updates_of_spans_at_once_are_the_spans_as_written(loss):
+    """Three updates of unlike lengths, reads between and after them; from a carried state."""
+    spec = dataclasses.replace(
+        SPECS["forget_steps"],
+        order=tuple(Span(*entry) for entry in SPANS),
+        loss=loss,
+        steps=2 if loss.state_free else 1,
+        orthogonalise=NewtonSchulz() if loss.state_free else None,
+    )
+    with jax.enable_x64(True):
+        weights, tokens = cases.arguments(spec, time=10)
+        _, state = cases.run(spec, weights, tokens)
+        expected = cases.gradients(spec, weights, tokens, None, state)
+        found = cases.gradients(spec, weights, tokens, None, state, "parallel")
+        for (name, a), (_, b) in zip(
+            cases.named_leaves(found), cases.named_leaves(expected), strict=True
+        ):
+            assert_close(a, b, FLOAT64, name)
+
+
+def test_one_update_is_parallel_and_more_of_a_trained_kernel_are_not():
+    """LaCT-NVS: nothing waits for its one update; a second one reads the state of the first."""
+    spec = presets.lact_nvs(((0, 6, True, False), (0, 9, False, True)))
+    weights, tokens = cases.arguments(spec, time=9, dtype="float32")
+    out, state = cases.run(spec, weights, tokens, mode="parallel")
+    expected, _ = cases.run(spec, weights, tokens)
+    assert np.array_equal(out, expected)
+    twice = presets.lact_nvs(((0, 6, True, False), (0, 6, True, False), (0, 9, False, True)))
+    with pytest.raises(ValueError, match="order has 2 updates"):
+        cases.run(twice, weights, tokens, mode="parallel")
+    with pytest.raises(ValueError, match="spans, which no kernel runs"):
+        cases.run(spec, weights, tokens, mode="kernel")
+    assert state.norms.keys() == weights.keys()
+
+
+def test_auto_leaves_the_affine_scan_to_those_who_ask(caplog):
+    """It costs O(d³) a chunk; the log says why, and errors name what the affine scan needs."""
+    spec, other = SPECS["titans"], dataclasses.replace(SPECS["titans"], clip=True)
+    weights, tokens = cases.arguments(spec, time=3, dtype="float32")
+    with caplog.at_level("INFO", "ttt_jax"):
+        jax.eval_shape(lambda: cases.run(spec, weights, tokens, mode="auto"))
+    assert "mode='recurrent' (the parallel form is an affine scan" in caplog.text
+    assert "affine scan" in str(ttt_jax.explain(spec))
+    for mode, implementation, words in (
+        ("kernel", None, "affine scan, which no kernel runs"),
+        ("parallel", "triangular", "use one of .'associative_scan',."),
+    ):
+        with pytest.raises(ValueError, match=words):
+            cases.run(spec, weights, tokens, mode=mode, implementation=implementation)
+    with pytest.raises(ValueError, match="clip is set: use clip=False"):
+        cases.run(other, weights, tokens, mode="parallel")
 
 
 @pytest.mark.exhaustive

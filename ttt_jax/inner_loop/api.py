@@ -97,7 +97,11 @@ def ttt(
     if initial_state is not None and is_decode(spec, tokens):
         out, state = decode_one(spec, static, tokens, segment_ids, initial_state, start)
     elif not isinstance(spec.order, str):
-        out, state = spans.run(spec, static, tokens, initial_state or start)
+        first = initial_state or start
+        if mode == "parallel":
+            out, state = spans.run_parallel(spec, static, tokens, first, start, implementation)
+        else:
+            out, state = spans.run(spec, static, tokens, first, start)
     elif mode == "kernel":
         first, continued = initial_state or start, initial_state is not None
         out, state = kernel.run(
@@ -124,7 +128,7 @@ def _choose(
     if mode == "auto":
         if implementation is not None:
             raise ValueError(f"{implementation=} needs a named mode; mode='auto' picks both")
-        mode = "recurrent" if serial else "parallel"
+        mode = "recurrent" if serial or parallel.is_dear(spec) else "parallel"
         if not no_kernel and compat.hopper_problem() is None:
             mode = "kernel"
         _log_choice(spec, mode)
@@ -135,6 +139,7 @@ def _choose(
     if mode == "parallel" and implementation is None and spec.chunk_size == 1 and not no_kernel:
         return "kernel", "xla"  # tiles of many one-token chunks: one state a token would not fit
     prefixes = tuple(parallel.PREFIXES) if delta.obstacles(spec) else ()
+    prefixes = ("associative_scan",) if parallel.is_dear(spec) else prefixes
     allowed = {"recurrent": (), "parallel": prefixes}.get(mode)
     if implementation is not None and allowed is not None and implementation not in allowed:
         raise ValueError(f"{implementation=} with {mode=}: use one of {allowed} or None")
@@ -143,4 +148,5 @@ def _choose(
 
 @functools.cache
 def _log_choice(spec: InnerLoop, mode: str) -> None:
-    logging.getLogger("ttt_jax").info("ttt: mode='auto' runs mode=%r for %s", mode, spec)
+    why = " (the parallel form is an affine scan, O(d³) a chunk)" if parallel.is_dear(spec) else ""
+    logging.getLogger("ttt_jax").info("ttt: mode='auto' runs mode=%r%s for %s", mode, why, spec)

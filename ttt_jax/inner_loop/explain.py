@@ -64,12 +64,17 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [_title(self.spec), ""]
-        for question, reasons in (
-            ("Is it a linear attention?", self.not_reducible),
-            ("Can its chunks run in parallel?", self.not_parallel),
-            ("Is it one call of a kernel?", self.not_kernel),
+        yes = "Yes, by an affine scan, O(d³) a chunk: exact but dear, so mode='auto' is recurrent."
+        for question, reasons, answer in (
+            ("Is it a linear attention?", self.not_reducible, "Yes."),
+            (
+                "Can its chunks run in parallel?",
+                self.not_parallel,
+                yes if parallel.is_dear(self.spec) else "Yes.",
+            ),
+            ("Is it one call of a kernel?", self.not_kernel, "Yes."),
         ):
-            lines.append(f"{question} {'No:' if reasons else 'Yes.'}")
+            lines.append(f"{question} {'No:' if reasons else answer}")
             lines += [_wrap("- " + reason, 2) for reason in reasons]
         lines.append(f"Modes: {', '.join(self.modes)}.")
         if self.path:
@@ -193,10 +198,13 @@ def _last_rate(spec: InnerLoop):
 
 
 def _title(spec: InnerLoop) -> str:
-    chunk = "the whole sequence" if spec.chunk_size is None else f"chunks of {spec.chunk_size}"
-    order = spec.order.replace("_", " ") if isinstance(spec.order, str) else "explicit spans"
     net, loss = type(spec.fast_net).__name__, type(spec.loss).__name__
-    return f"Inner loop: {net}, {loss} loss, {chunk}, {order}"
+    if isinstance(spec.order, str):
+        chunk = "the whole sequence" if spec.chunk_size is None else f"chunks of {spec.chunk_size}"
+        order = f"{chunk}, {spec.order.replace('_', ' ')}"
+    else:
+        order = f"{len(spec.order)} explicit spans"
+    return f"Inner loop: {net}, {loss} loss, {order}"
 
 
 def _wrap(text: str, indent: int, hanging: int | None = None) -> str:

@@ -26,6 +26,13 @@ def obstacles(spec: InnerLoop, channel_gate: bool = False) -> list[str]:
     if not delta.obstacles(spec):
         return []
     found = parallel.obstacles(spec)
+    if parallel.is_dear(spec):
+        found.append(
+            f"loss={type(spec.loss).__name__} here is an affine scan, which no kernel runs; use "
+            "mode='parallel' or losses.DotProduct()"
+        )
+    if not isinstance(spec.order, str):
+        found.append("order is an explicit list of spans, which no kernel runs; use mode='auto'")
     if channel_gate and not _by_token(spec):
         found.append("forget has a number a channel: use mode='parallel' or one number a head")
     if spec.momentum is not None:

@@ -3,6 +3,7 @@
 With a frozen kernel ``φ`` and the dot-product loss the chunk gradients ``G_c`` are known before the
 loop starts. Momentum ``M_c = β_c M_{c-1} + G_c`` and forgetting ``W_c = f_c W_{c-1} − U_c`` are
 then prefixes of an associative operation, and the outputs one batched product (Theorems 5.1-5.3).
+Updates of the squared loss are affine in the state and compose, too: ``delta`` and ``affine``.
 """
 
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from ttt_jax.inner_loop import delta, recurrent
+from ttt_jax.inner_loop import affine, delta, recurrent
 from ttt_jax.inner_loop.chunks import Chunks
 from ttt_jax.inner_loop.fast_nets import Weights, dense, outer_products
 from ttt_jax.inner_loop.recurrent import finish, read_base
@@ -22,19 +23,16 @@ _TRIANGULAR_LIMIT = 128  # chunks up to which a triangular product beats the sca
 
 def obstacles(spec: InnerLoop) -> list[str]:
     """Why the chunks of ``spec`` cannot be evaluated at once: one sentence a field, or nothing."""
-    if not delta.obstacles(spec):
+    if not delta.obstacles(spec) or _one_update(spec) or not affine.obstacles(spec):
         return []
     found = []
-    if not isinstance(spec.order, str):
-        found.append("order is an explicit list of spans: it is run as written, use 'recurrent'")
     if spec.order == "token_causal":
         found.append("order='token_causal' is parallel inside a chunk only; use 'recurrent'")
-    if spec.chunk_size is None:
-        return found  # one update of each document, all of its tokens at once
     if not spec.loss.state_free:
         found.append(
             f"loss={type(spec.loss).__name__}: its gradient depends on the prediction, so on the "
-            "state; use losses.DotProduct()"
+            "state; use losses.DotProduct(), or what an affine scan needs ("
+            f"{'; '.join(affine.obstacles(spec))})"
         )
     if not spec.static_features:
         moving = [name for name in spec.trained if name != spec.fast_net.last]
@@ -47,7 +45,23 @@ def obstacles(spec: InnerLoop) -> list[str]:
         found.append("erase reads the state; use erase=None")
     if spec.weight_norm is not None:
         found.append("weight_norm divides by the norm of the state; use weight_norm=None")
+    if found and not isinstance(spec.order, str):
+        number = sum(span.update for span in spec.order)
+        found.append(f"order has {number} updates, each from the state of the one before; use one")
     return found
+
+
+def is_dear(spec: InnerLoop) -> bool:
+    """Whether the affine scan is the only way to run ``spec`` in parallel: exact, ``O(d³)``."""
+    known = spec.loss.state_free or _one_update(spec)
+    return not known and bool(delta.obstacles(spec)) and not affine.obstacles(spec)
+
+
+def _one_update(spec: InnerLoop) -> bool:
+    """Whether a document has one update at most, of all its tokens: nothing is left to order."""
+    if isinstance(spec.order, str):
+        return spec.chunk_size is None
+    return sum(span.update for span in spec.order) <= 1
 
 
 def run(
@@ -74,7 +88,7 @@ def run(
     base = read_base(spec, static, chunks, initial, start)
     state, outputs = initial, None
     if chunks.slots is not None:
-        states, momenta = _all_states(spec, static, chunks.slots, initial, start, implementation)
+        states, momenta = all_states(spec, static, chunks.slots, initial, start, implementation)
         name = spec.fast_net.last
         weights = {name: states[-1]}
         momentum = None if momenta is None else {name: momenta[-1]}
@@ -87,27 +101,35 @@ def run(
     return chunks.collect(base, outputs), finish(chunks, state, start)
 
 
-def _all_states(
+def all_states(
     spec: InnerLoop,
     static: Weights,
     slots: Slot,
     initial: State,
     start: State,
-    implementation: str | None,
+    implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Weights (and momentum) of the last layer after each slot, ``[n, batch, heads, in, out]``."""
+    """Weights of the last layer, and momentum where there is one, after each slot.
+
+    Args:
+      spec: an inner loop without ``obstacles``.
+      static: matrices that are not trained.
+      slots: the stacked chunks.
+      initial: the state before the first slot.
+      start: the state from which a new document starts.
+      implementation: as for ``run``.
+
+    Returns:
+      Two arrays ``[n, batch, heads, in, out]``; the second is ``None`` without momentum.
+    """
+    if not spec.loss.state_free:
+        return affine.all_states(spec, static, slots, initial, start)
     name = spec.fast_net.last
-    keys = spec.fast_net.features(static, slots.k)
-    goal, gate = target(spec, slots.k, slots.v), spec.fast_net.gate(static, slots.k)
-    error = spec.loss.cotangent(goal, goal)
-    error = error if gate is None else error * gate
-    gradient = outer_products(keys, error, slots.rates[name])
-    if spec.loss.reduction == "mean":
-        gradient = gradient / slots.count[:, :, None, None, None]
-    valid = _rows(slots.valid)
-    fresh = _rows(slots.fresh)
+    update = _known_gradients(spec, static, slots)
+    valid, fresh = _rows(slots.valid), _rows(slots.fresh)
     momenta = None
-    update = gradient if valid is None else jnp.where(valid, gradient, 0)
+    if valid is not None:
+        update = jnp.where(valid, update, 0)
     if spec.steps > 1:
         update = jnp.repeat(update, spec.steps, axis=0)
     if spec.momentum is not None:
@@ -125,6 +147,18 @@ def _all_states(
     states = prefix(forget, moved, initial.weights[name], implementation)
     last = slice(spec.steps - 1, None, spec.steps)
     return states[last], None if momenta is None else momenta[last]
+
+
+def _known_gradients(spec: InnerLoop, static: Weights, slots: Slot) -> jax.Array:
+    """``G_c`` of each slot, which does not depend on the state: ``[n, batch, heads, in, out]``."""
+    keys = spec.fast_net.features(static, slots.k)
+    goal, gate = target(spec, slots.k, slots.v), spec.fast_net.gate(static, slots.k)
+    error = spec.loss.cotangent(goal, goal)
+    error = error if gate is None else error * gate
+    gradient = outer_products(keys, error, slots.rates[spec.fast_net.last])
+    if spec.loss.reduction == "mean":
+        gradient = gradient / slots.count[:, :, None, None, None]
+    return gradient
 
 
 def _rows(mask: jax.Array | None) -> jax.Array | None:

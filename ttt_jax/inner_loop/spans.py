@@ -1,11 +1,13 @@
-"""An explicit order: a list of spans, each updating on and/or applied to its tokens, as written.
+"""An explicit order: a list of spans, each updating on and/or applied to its tokens.
 
 LaCT-NVS runs one update on the tokens of the input views and then applies to all tokens.
 """
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from ttt_jax.inner_loop import parallel
 from ttt_jax.inner_loop.chunks import Tokens, stack_slots
 from ttt_jax.inner_loop.fast_nets import Weights
 from ttt_jax.inner_loop.spec import InnerLoop
@@ -13,24 +15,67 @@ from ttt_jax.inner_loop.updates import State, apply, update
 
 
 def run(
-    spec: InnerLoop, static: Weights, tokens: Tokens, state: State
+    spec: InnerLoop, static: Weights, tokens: Tokens, initial: State, start: State
 ) -> tuple[jax.Array, State]:
-    """Outputs (0 at tokens in no applied span) and the state after the last span.
+    """Outputs (0 at tokens in no applied span) and the state after the last span, as written.
 
     Args:
       spec: the inner loop; its ``order`` is a tuple of ``Span``.
       static: matrices that are not trained.
       tokens: head-major tokens, at least as many as the largest ``end``.
-      state: the state before the first span.
+      initial: the state before the first span.
+      start: the state from which a document starts.
     """
-    out = jnp.zeros((*tokens.q.shape[:3], tokens.v.shape[3]), tokens.q.dtype)
-    start = state
+    states = [initial]
     for span in spec.order:
-        part = jax.tree.map(lambda x, span=span: x[:, :, span.start : span.end], tokens)
         if span.update:
-            stacked = stack_slots(spec, part, span.end - span.start, None)
-            state = update(spec, static, state, jax.tree.map(lambda x: x[0], stacked), start)
+            stacked = stack_slots(spec, _cut(tokens, span), span.end - span.start, None)
+            slot = jax.tree.map(lambda x: x[0], stacked)
+            states.append(update(spec, static, states[-1], slot, start))
+    return _read(spec, static, tokens, states), states[-1]
+
+
+def run_parallel(
+    spec: InnerLoop,
+    static: Weights,
+    tokens: Tokens,
+    initial: State,
+    start: State,
+    implementation: str | None,
+) -> tuple[jax.Array, State]:
+    """As ``run``, all updates at once, for a specification without ``parallel.obstacles``.
+
+    ``implementation`` is that of ``parallel.run``.
+    """
+    updates = [span for span in spec.order if span.update]
+    if len(updates) <= 1:  # then nothing waits for anything: any network, any weight norm
+        return run(spec, static, tokens, initial, start)
+    lengths = np.array([[span.end - span.start] for span in updates])
+    inside = np.arange(lengths.max()) < lengths
+    first = np.array([[span.start] for span in updates])
+    index = np.where(inside, first + np.arange(lengths.max()), 0).ravel()
+    picked = jax.tree.map(lambda x: x[:, :, index], tokens)
+    mask = None if inside.all() else jnp.asarray(inside.reshape(1, 1, -1, 1))
+    slots = stack_slots(spec, picked, int(lengths.max()), mask)
+    weights, momenta = parallel.all_states(spec, static, slots, initial, start, implementation)
+    name, states = spec.fast_net.last, [initial]
+    for n in range(len(updates)):
+        momentum = None if momenta is None else {name: momenta[n]}
+        states.append(initial._replace(weights={name: weights[n]}, momentum=momentum))
+    return _read(spec, static, tokens, states), states[-1]
+
+
+def _read(spec: InnerLoop, static: Weights, tokens: Tokens, states: list[State]) -> jax.Array:
+    """Each applied span, read from the state after the updates that come before it."""
+    out = jnp.zeros((*tokens.q.shape[:3], tokens.v.shape[3]), tokens.q.dtype)
+    done = 0
+    for span in spec.order:
+        done += span.update
         if span.apply:
-            read = apply(spec, static, state, part.q)
+            read = apply(spec, static, states[done], _cut(tokens, span).q)
             out = out.at[:, :, span.start : span.end].set(read.astype(out.dtype))
-    return out, state
+    return out
+
+
+def _cut(tokens: Tokens, span) -> Tokens:
+    return jax.tree.map(lambda x: x[:, :, span.start : span.end], tokens)

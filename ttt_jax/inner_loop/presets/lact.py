@@ -31,8 +31,6 @@ def lact_llm(variant: int = 0, *, chunk_size: int = 2048) -> InnerLoop:
       >>> lact_llm(variant=6).orthogonalise is None
       True
     """
-    if variant not in range(7):
-        raise ValueError(f"variant={variant!r}: LaCT-LLM's reduction has the variants 0 to 6")
     spec = InnerLoop(
         fast_net=SwiGLU(),
         chunk_size=chunk_size,
@@ -42,17 +40,7 @@ def lact_llm(variant: int = 0, *, chunk_size: int = 2048) -> InnerLoop:
         orthogonalise=NewtonSchulz(coefficients=LACT_COEFFICIENTS),
         weight_norm=WeightNorm(),
     )
-    removals = (
-        {"update": "last_layer"},
-        {"weight_norm": None},
-        {"fast_net": Linear(), "update": "all"},
-        {"rate": 1.0},
-        {"momentum": None},
-        {"orthogonalise": None},
-    )
-    for removal in removals[:variant]:
-        spec = dataclasses.replace(spec, **removal)
-    return spec
+    return _reduce(spec, variant)
 
 
 def lact_nvs(
@@ -60,6 +48,7 @@ def lact_nvs(
     muon_steps: int = 5,
     *,
     muon_dtype: str | None = None,
+    variant: int = 0,
 ) -> InnerLoop:
     """LaCT-NVS's inner loop: updates and applications in the order of an explicit list.
 
@@ -76,6 +65,11 @@ def lact_nvs(
       muon_steps: Newton-Schulz iterations; 0 only divides by the Frobenius norm, as the official
         code.
       muon_dtype: dtype of its products; the official code uses ``"bfloat16"``.
+      variant: 0 to 6, the reduction of ``lact_llm``; there is no momentum, so 5 equals 4. From 4 on
+        there is no ``lr``; in 1 to 3 it has one rate a token.
+
+    Raises:
+      ValueError: ``muon_steps`` is negative, or ``variant`` is not 0 to 6.
 
     Source: LaCT (Zhang et al., 2025), ``lact_nvs/lact_ttt.py``. The gradient through the initial
     norms is stopped, as there.
@@ -87,10 +81,28 @@ def lact_nvs(
     if muon_steps < 0:
         raise ValueError(f"muon_steps={muon_steps}: use 0 or more")
     coefficients = MUON_COEFFICIENTS[:1] * muon_steps
-    return InnerLoop(
+    spec = InnerLoop(
         fast_net=SwiGLU(),
         order=tuple(Span(*entry) for entry in entries),
         rate="per_token",
         orthogonalise=NewtonSchulz(coefficients=coefficients, dtype=muon_dtype),
         weight_norm=WeightNorm(detach=True),
     )
+    return _reduce(spec, variant)
+
+
+def _reduce(spec: InnerLoop, variant: int) -> InnerLoop:
+    """The first ``variant`` of the six removals of the paper's Table 1."""
+    if variant not in range(7):
+        raise ValueError(f"variant={variant!r}: LaCT's reduction has the variants 0 to 6")
+    removals = (
+        {"update": "last_layer"},
+        {"weight_norm": None},
+        {"fast_net": Linear(), "update": "all"},
+        {"rate": 1.0},
+        {"momentum": None},
+        {"orthogonalise": None},
+    )
+    for removal in removals[:variant]:
+        spec = dataclasses.replace(spec, **removal)
+    return spec
