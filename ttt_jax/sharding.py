@@ -6,7 +6,7 @@ number of devices. The mesh has Auto axes: the compiler (GSPMD) places the colle
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -119,6 +119,47 @@ def constrain(x: jax.Array, names: AxisNames) -> jax.Array:
     if math.prod(sizes.values()) == 1:
         return x
     return jax.lax.with_sharding_constraint(x, partition_spec(names, x.shape, sizes))
+
+
+def on_each_device(
+    function: Callable[..., Any], arrays: Sequence[jax.Array], names: Sequence[AxisNames], out: Any
+) -> Any:
+    """Calls a function that treats the named axes' entries apart, on each device's own entries.
+
+    For what the compiler cannot cut by itself: a TPU refuses a Pallas kernel whose operands lie on
+    several devices, and a GPU gathers them. Nothing is communicated. Without a mesh, or inside a
+    `jax.shard_map` over all of it, this is `function(*arrays)`.
+
+    Args:
+      function: of arrays like `arrays`, but for the sizes of the axes that are cut.
+      arrays: its arguments.
+      names: one logical name or None per axis, for each argument.
+      out: the same for the result: a tuple of names, or a pytree of such tuples.
+
+    Returns:
+      The result for the whole arrays.
+
+    >>> import jax.numpy as jnp
+    >>> on_each_device(jnp.sin, [jnp.zeros((2, 3))], [("batch", None)], ("batch", None)).shape
+    (2, 3)
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    sizes = {a: mesh.shape[a] for a in mesh.axis_names if a not in mesh.manual_axes}
+    if mesh.empty or math.prod(sizes.values()) == 1:
+        return function(*arrays)
+    specs = [partition_spec(n, x.shape, sizes) for x, n in zip(arrays, names, strict=True)]
+    # The result is cut like the arguments, whose sizes have decided what can be cut.
+    cut = {name: axes for n, spec in zip(names, specs, strict=True)
+           for name, axes in zip(n, spec, strict=True)}  # fmt: skip
+    out_specs = jax.tree.map(
+        lambda n: PartitionSpec(*(cut.get(name) for name in n)),
+        out,
+        is_leaf=lambda n: isinstance(n, tuple) and all(isinstance(x, str | None) for x in n),
+    )
+    local = jax.shard_map(
+        function, in_specs=tuple(specs), out_specs=out_specs, axis_names=set(sizes), check_vma=False
+    )
+    return local(*arrays)
 
 
 def param(value: jax.Array, names: AxisNames) -> nnx.Param:

@@ -71,6 +71,19 @@ def load(ref, *, layout=None, optimized: bool = True):
     return plgpu.load(ref, layout=layout, optimized=optimized)
 
 
+def target_platform() -> str:
+    """The platform that the program being traced is for: "cpu", "gpu" or "tpu".
+
+    That of the ambient mesh's devices, which may be a TPU that is not there (ahead-of-time
+    compilation); without a mesh the default backend's.
+
+    >>> target_platform() == jax.default_backend()
+    True
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
 def hopper_problem() -> str | None:
     """Why the Mosaic GPU kernels cannot run on the default device, or None when they can."""
     device = jax.devices()[0]

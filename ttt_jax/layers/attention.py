@@ -1,8 +1,9 @@
 """Causal softmax attention over a sliding window, in memory linear in the length.
 
 A query sees a key when 0 <= query index − key index < window and both lie in the same document.
-Two implementations: XLA, block by block, for every dtype, device and packing; and cuDNN's fused
-kernel (`attention_cudnn`), for half precision on a GPU.
+Three implementations: XLA, block by block, for every dtype, device and packing; cuDNN's fused
+kernel (`attention_cudnn`), for half precision on a GPU; splash attention (`attention_splash`) on a
+TPU.
 """
 
 import logging
@@ -11,11 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ttt_jax.layers import attention_cudnn
+from ttt_jax.layers import attention_cudnn, attention_splash
 from ttt_jax.layers.attention_blocks import KeyValue, blocks_with_previous, join, visible
 from ttt_jax.layers.rms_norm import at_least_float32
+from ttt_kernels import compat
 
-IMPLEMENTATIONS = ("auto", "xla", "cudnn")
+IMPLEMENTATIONS = ("auto", "xla", "cudnn", "splash")
 
 # Queries handled at once: scores take query_block · (window + query_block) floats a head.
 _QUERY_BLOCK = 512
@@ -152,16 +154,17 @@ def causal_attention(q, k, v, *, window=None, documents=None, previous=None, imp
       documents: [batch, time], int32, from `document_indices`; None for one document a row.
       previous: the `window` keys and values before the first token, oldest first, with their
         documents (−2 where there is none); needs `documents` and `window`.
-      implementation: "auto" (cuDNN where it can, else XLA), "xla" or "cudnn".
+      implementation: "auto" (splash on a TPU and cuDNN on a GPU where they can, else XLA),
+        "xla", "cudnn" or "splash".
 
     Returns:
       [batch, time, heads, head_dim] in q's dtype. The scores of at most
       512 × (window + 512) pairs a head exist at once.
 
     Raises:
-      ValueError: for an unknown implementation, a window below 1, or cuDNN with a cache or with
-        documents and no window.
-      NotImplementedError: if "cudnn" is asked for and this device, dtype or head size cannot.
+      ValueError: for an unknown implementation, a window below 1, a kernel with a cache, or cuDNN
+        with documents and no window.
+      NotImplementedError: if a kernel is asked for and this device, dtype or head size cannot.
 
     >>> x = jnp.ones((1, 6, 2, 8))
     >>> causal_attention(x, x, x, window=4).shape
@@ -171,20 +174,36 @@ def causal_attention(q, k, v, *, window=None, documents=None, previous=None, imp
         raise ValueError(f"{implementation=} must be one of {IMPLEMENTATIONS}")
     if window is not None and window < 1:
         raise ValueError(f"{window=} must be at least 1, or None for all earlier tokens")
-    obstacle = None
-    if implementation != "xla":
-        obstacle = attention_cudnn.obstacle(q, window, documents, previous)
-    if implementation == "cudnn" and obstacle is not None:
-        raise obstacle
-    chosen = "xla" if implementation == "xla" or obstacle is not None else "cudnn"
-    if implementation == "auto" and chosen not in _logged:
-        _logged.add(chosen)
-        logging.info("attention: using %s%s", chosen, f" ({obstacle})" if obstacle else "")
+    chosen = _choose(implementation, q, window, documents, previous)
     with jax.named_scope("attention"):
         if chosen == "cudnn":
             return attention_cudnn.attention(q, k, v, window, documents)
+        if chosen == "splash":
+            return attention_splash.attention(q, k, v, window, documents)
         window = max(q.shape[1], 1) if window is None else window
         return _xla_attention(q, KeyValue(k, v, documents), window, previous)
+
+
+def _choose(implementation, q, window, documents, previous) -> str:
+    """The implementation to run; raises why a named one cannot."""
+    if implementation == "xla":
+        return "xla"
+    kernel = implementation
+    if implementation == "auto":
+        kernel = "splash" if compat.target_platform() == "tpu" else "cudnn"
+    if kernel == "splash":
+        obstacle = attention_splash.obstacle(q, previous)
+    else:
+        obstacle = attention_cudnn.obstacle(q, window, documents, previous)
+    if implementation != "auto":
+        if obstacle is not None:
+            raise obstacle
+        return kernel
+    chosen = kernel if obstacle is None else "xla"
+    if chosen not in _logged:
+        _logged.add(chosen)
+        logging.info("attention: using %s%s", chosen, f" ({obstacle})" if obstacle else "")
+    return chosen
 
 
 def visible_pairs(time: int, window: int | None) -> int:

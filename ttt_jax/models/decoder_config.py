@@ -35,7 +35,7 @@ class DecoderConfig:
       remat: what the backward pass recomputes of each block: "none", "full" (everything), or
         "dots" (everything but the weight products).
       scan_layers: stack the blocks and run them in a scan.
-      attention_implementation: "auto", "xla" or "cudnn", see `layers.attention`.
+      attention_implementation: "auto", "xla", "cudnn" or "splash", see `layers.attention`.
     """
 
     vocab_size: int

@@ -1,0 +1,96 @@
+"""Splash attention: the interpreter against the XLA form, and the lowering for a TPU."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.tolerances import assert_close, tolerance
+from ttt_jax.layers import attention_splash
+from ttt_jax.layers.attention import causal_attention, document_indices
+
+_KERNELS = {"fwd_segmented_residuals", "dq_segmented_no_residuals", "dkv_segmented_no_residuals"}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Blocks of 128, so that 300 tokens are several blocks and do not fill the last one."""
+    monkeypatch.setattr(attention_splash, "_BLOCK", 128)
+
+
+def inputs(dtype, batch=2, time=300, heads=2, dim=8):
+    keys = jax.random.split(jax.random.key(0), 4)
+    shape = (batch, time, heads, dim)
+    return [jax.random.normal(key, shape, jnp.float32).astype(dtype) for key in keys]
+
+
+def packed(batch=2, time=300):
+    """Documents whose bounds lie inside and on the bounds of blocks."""
+    starts = jnp.array([[0, 128, 131, 256], [0, 7, 8, 299]])[:batch]
+    ids = jnp.sum(jnp.arange(time)[:, None] >= starts[:, None], axis=-1)
+    return document_indices(ids.astype(jnp.int32))
+
+
+@pytest.mark.parametrize(
+    "window, documents, dtype",
+    [
+        (40, True, "float32"),
+        (None, False, "float32"),
+        pytest.param(150, True, "bfloat16", marks=pytest.mark.exhaustive),
+        pytest.param(2, False, "float32", marks=pytest.mark.exhaustive),
+        pytest.param(1000, True, "float32", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_values_and_gradients_equal_those_of_xla(window, documents, dtype):
+    q, k, v, cotangent = inputs(dtype)
+    documents = packed() if documents else None
+
+    def both(q, k, v):
+        out, pull = jax.vjp(
+            lambda *x: attention_splash.attention(*x, window, documents, interpret=True), q, k, v
+        )
+        xla, pull_xla = jax.vjp(
+            lambda *x: causal_attention(
+                *x, window=window, documents=documents, implementation="xla"
+            ),
+            *(x.astype(jnp.float32) for x in (q, k, v)),
+        )
+        wide = cotangent.astype(jnp.float32)
+        return (out, *pull(cotangent)), (xla, *pull_xla(wide))
+
+    found, expected = jax.jit(both)(q, k, v)
+    for name, a, b in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
+        assert a.dtype == dtype
+        assert_close(a, b, tolerance(dtype, 300), name)
+
+
+def test_it_lowers_for_a_tpu_with_the_unfused_backward():
+    """The blocks pass the checks of the TPU lowering, at the LaCT-760M head size and others."""
+    documents = packed(1)
+
+    def loss(q, k, v):
+        out = attention_splash.attention(q, k, v, 40, documents)
+        return jnp.sum(out.astype(jnp.float32))
+
+    for dim in (64, 72, 128):
+        shape = jax.ShapeDtypeStruct((1, 300, 2, dim), jnp.bfloat16)
+        traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(shape, shape, shape)
+        text = traced.lower(lowering_platforms=("tpu",)).as_text()
+        assert set(re.findall(r'kernel_name = "splash_mha_(\w+)"', text)) == _KERNELS
+
+
+def test_the_mask_is_built_once_for_all_layers_and_heads():
+    attention_splash._kernel.cache_clear()
+    shape = jax.ShapeDtypeStruct((1, 256, 3, 64), jnp.bfloat16)
+    for _ in range(3):
+        jax.eval_shape(lambda x: attention_splash.attention(x, x, x, 64, None), shape)
+    assert attention_splash._kernel.cache_info().misses == 1
+
+
+def test_refusals_name_the_argument_and_the_way_out():
+    q, k, v, _ = inputs("float32", time=4)
+    with pytest.raises(NotImplementedError, match="needs a TPU, this program is for 'cpu'"):
+        causal_attention(q, k, v, implementation="splash")
+    error = attention_splash.obstacle(q, previous=(k, v))
+    assert isinstance(error, ValueError) and "decode with 'auto' or 'xla'" in str(error)
