@@ -4,6 +4,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tests.tolerances import assert_close, tolerance
@@ -78,6 +79,16 @@ def test_it_lowers_for_a_tpu_with_the_unfused_backward():
         traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(shape, shape, shape)
         text = traced.lower(lowering_platforms=("tpu",)).as_text()
         assert set(re.findall(r'kernel_name = "splash_mha_(\w+)"', text)) == _KERNELS
+
+
+@pytest.mark.parametrize("window", [1, 5, 8, 9, 100])
+def test_blocks_of_the_mask_are_those_of_the_definition(window):
+    mask = attention_splash._WindowMask(64, window)
+    distance = np.arange(64)[:, None] - np.arange(64)
+    whole = (distance >= 0) & (distance < window)
+    for query, key in np.ndindex(8, 8):
+        block = slice(8 * query, 8 * query + 8), slice(8 * key, 8 * key + 8)
+        assert np.array_equal(mask[block], whole[block])
 
 
 def test_the_mask_is_built_once_for_all_layers_and_heads():
