@@ -1,4 +1,4 @@
-"""Measures the held-out perplexity of a trained model; see `ttt_jax.evaluate`.
+"""Measures a trained model on its held-out split; see `ttt_jax.evaluate`.
 
 python launch/evaluate.py --workdir=runs/tiny
 python launch/evaluate.py --workdir=runs/tiny --step=200 --source='books/*.txt'
@@ -14,21 +14,24 @@ from ttt_jax.checkpoint import CheckpointError
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "folder of the run", required=True)
 _STEP = flags.DEFINE_integer("step", None, "checkpoint to evaluate; the newest by default")
-_SOURCE = flags.DEFINE_string("source", None, "another text, as in config.data.source")
+_SOURCE = flags.DEFINE_string("source", None, "other data, as in config.data.source")
+_PICTURES = flags.DEFINE_string("pictures", None, "folder for the pictures of the task, if any")
 
 
 def main(argv: Sequence[str]) -> None:
-    """Prints perplexity, by position too, beside the unigram baseline."""
+    """Prints the task's metrics beside its baselines."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {list(argv[1:])}")
     try:
-        step, result, unigram = evaluate.evaluate_workdir(
-            _WORKDIR.value, _STEP.value, _SOURCE.value
+        step, result, paths = evaluate.evaluate_workdir(
+            _WORKDIR.value, _STEP.value, _SOURCE.value, _PICTURES.value
         )
     except (ValueError, OSError, CheckpointError) as error:
         logging.debug("traceback (shown with --verbosity=1)", exc_info=True)
         sys.exit(f"error: {error}")
-    evaluate.print_report(step, result, unigram)
+    evaluate.print_report(step, result)
+    for path in paths:
+        print(f"Picture: {path}")
 
 
 def cli() -> None:

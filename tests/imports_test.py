@@ -11,12 +11,14 @@ _ROOT = pathlib.Path(__file__).parent.parent
 
 # A module of ttt_jax imports modules of the groups before its own, and of its own folder.
 _ORDER = (
-    {"array_types", "config", "config_files", "sharding"},
+    {"array_types", "config", "config_files", "config_images", "config_views", "sharding"},
     {"inner_loop"},
     {"layers"},
     {"models"},
     {"data", "metrics", "optim"},
-    {"inputs", "train_step"},
+    {"losses"},
+    {"train_step"},
+    {"tasks"},
     {"checkpoint"},
     {"compile_check", "evaluate", "generate"},
     {"train"},

@@ -66,11 +66,11 @@ def reporter(tmp_path, monkeypatch, seconds, every=2):
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: next(now))
     monkeypatch.setattr(metrics, "peak_flops", lambda: (1e6, "a test"))
     log = metrics.MetricsLog(tmp_path, 0)
-    return metrics.Reporter(log, 6, every, positions=100, flops=1e3), log
+    return metrics.Reporter(log, 6, every, "tokens", flops=1e5), log
 
 
 def values(skipped=0, in_a_row=0):
-    numbers = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 0.1, "tokens": 80.0}
+    numbers = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 0.1, "count": 80.0}
     numbers |= {"skipped": skipped, "skipped_in_a_row": in_a_row}
     return {name: jnp.asarray(value) for name, value in numbers.items()}
 
@@ -92,7 +92,7 @@ def test_a_line_for_the_first_step_has_no_rate(tmp_path, monkeypatch, capsys):
     report.add(1, values())
     report.flush()
     assert metrics.read_metrics(log.path)[0]["tokens_per_second"] is None
-    assert "tok/s" not in capsys.readouterr().out
+    assert "tokens/s" not in capsys.readouterr().out
 
 
 def test_a_step_is_reported_when_the_next_has_begun(tmp_path, monkeypatch, capsys):
@@ -107,18 +107,19 @@ def test_a_step_is_reported_when_the_next_has_begun(tmp_path, monkeypatch, capsy
 
 
 def test_the_plot_shows_both_losses_and_needs_a_metric(tmp_path):
-    assert metrics.plot_loss(tmp_path, "nothing yet") is None
+    assert metrics.plot_loss(tmp_path, "nothing yet", "loss") is None
     log = metrics.MetricsLog(tmp_path, 0)
     for step in (1, 2, 3):
         log.write(step, "train", {"loss": 3.0 / step})
     log.write(3, "eval", {"loss": 1.1})
     log.close()
-    path = metrics.plot_loss(tmp_path, "a run")
+    path = metrics.plot_loss(tmp_path, "a run", "loss (nats)")
     content = path.read_bytes()
     assert content.startswith(b"\x89PNG") and len(content) > 5000
 
 
 def test_progress_line_counts_hours():
     numbers = {"loss": 1.0, "tokens_per_second": 10.0, "mfu": 0.1, "grad_norm": 1.0}
-    line = metrics.progress_line(1, 9, numbers | {"learning_rate": 0.1, "skipped": 2}, 3661.0)
+    numbers |= {"learning_rate": 0.1, "skipped": 2}
+    line = metrics.progress_line(1, 9, numbers, "tokens", 3661.0)
     assert line.endswith("skipped 2  ETA 1:01:01")

@@ -86,7 +86,7 @@ def test_muon_without_a_matrix_is_refused():
 
 def model_rules(config, optimizer):
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
-    _, shapes, names = train_step.abstract_params(config, mesh)
+    _, shapes, _, names = train_step.abstract_params(config, mesh)
     rules = optim.parameter_rules(names, optimizer)
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): rule

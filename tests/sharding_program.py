@@ -12,6 +12,7 @@ import numpy as np
 from tests.tolerances import relative_error
 from ttt_jax import checkpoint, sharding, train_step
 from ttt_jax.config import Config, OptimizerConfig
+from ttt_jax.losses import make_token_loss
 from ttt_jax.models import lact_llm
 
 _VOCAB, _ROWS, _LENGTH = 64, 16, 24
@@ -71,7 +72,9 @@ class Run:
         self.batch = sharding.place_batch(
             make_batch(), sharding.batch_sharding(self.mesh, _ROWS // 2)
         )
-        self.step = train_step.make_train_step(self.whole, accumulation_steps=2, loss_chunk=8)
+        self.step = train_step.make_train_step(
+            self.whole, make_token_loss(8), accumulation_steps=2
+        )
 
     def start(self):
         with jax.set_mesh(self.mesh):
@@ -96,7 +99,9 @@ class Run:
         """The gradient of the whole batch, on the host."""
 
         def of(params, batch):
-            return train_step.loss_and_gradient(self.whole.graphdef, params, batch, 1, 8)[1]
+            return train_step.loss_and_gradient(
+                make_token_loss(8), self.whole.graphdef, params, {}, batch, jax.random.key(0)
+            )[1]
 
         compiled = jax.jit(of, out_shardings=self.whole.shardings.params)
         with jax.set_mesh(self.mesh):

@@ -14,6 +14,7 @@ from tests.tiny_run import assert_equal_states
 from tests.tolerances import assert_close, tolerance
 from ttt_jax import sharding, train_step
 from ttt_jax.config import OptimizerConfig
+from ttt_jax.losses import make_token_loss
 from ttt_jax.models import lact_llm
 
 _VOCAB, _ROWS, _LENGTH = 32, 4, 24
@@ -46,6 +47,13 @@ def make_batch(seed=0):
     return {name: jnp.asarray(x) for name, x in (batch | {"weights": weights}).items()}
 
 
+def loss_and_gradient(params, batch, accumulation, chunk):
+    return train_step.loss_and_gradient(
+        make_token_loss(chunk), trainee().graphdef, params, {}, batch, jax.random.key(0),
+        accumulation,
+    )  # fmt: skip
+
+
 @functools.cache
 def plain_loss_and_gradient():
     """The definition: all logits at once, one mean over the real tokens."""
@@ -66,7 +74,7 @@ def plain_loss_and_gradient():
 def test_loss_and_gradient_are_those_of_the_whole_batch(accumulation, chunk):
     state, batch = train_step.init_state(trainee(), 0), make_batch()
     loss, gradient, stats = jax.jit(
-        lambda p, b: train_step.loss_and_gradient(trainee().graphdef, p, b, accumulation, chunk)
+        lambda p, b: loss_and_gradient(p, b, accumulation, chunk)[:3]
     )(state.params, batch)
     expected_loss, expected_gradient = plain_loss_and_gradient()
     limit = tolerance(jnp.float32, _ROWS * _LENGTH)
@@ -74,7 +82,7 @@ def test_loss_and_gradient_are_those_of_the_whole_batch(accumulation, chunk):
     leaves = jax.tree_util.tree_leaves_with_path(expected_gradient)
     for (path, expected), got in zip(leaves, jax.tree.leaves(gradient), strict=True):
         assert_close(got, expected, limit, jax.tree_util.keystr(path))
-    assert float(stats["tokens"]) == float(batch["weights"].sum())
+    assert float(stats["count"]) == float(batch["weights"].sum())
     assert np.isfinite(float(stats["state_norm"]))
 
 
@@ -83,7 +91,7 @@ def test_the_logits_never_exist_whole():
 
     def shapes(chunk):
         jaxpr = jax.make_jaxpr(
-            lambda p, b: train_step.loss_and_gradient(trainee().graphdef, p, b, 1, chunk)
+            lambda p, b: loss_and_gradient(p, b, 1, chunk)
         )(state.params, batch)
         return str(jaxpr)
 
@@ -101,7 +109,7 @@ def test_one_step_is_the_optimizers_update(optimizer):
     updates, _ = whole.optimizer.update(gradient, whole.optimizer.init(state.params), state.params)
     expected = optax.apply_updates(state.params, updates)
     with jax.set_mesh(whole.mesh):
-        new, metrics = train_step.make_train_step(whole)(state, batch)
+        new, metrics = train_step.make_train_step(whole, make_token_loss(100))(state, batch)
     limit = 1e-3  # Adam's first update is lr * sign(g): a rounding of a tiny g may show
     for got, want in zip(jax.tree.leaves(new.params), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(got, want, atol=limit * float(whole.learning_rate(0)) + 1e-6)
@@ -113,7 +121,7 @@ def test_one_step_is_the_optimizers_update(optimizer):
 def test_many_steps_compile_once_donate_the_state_and_move_every_parameter():
     state, batch = train_step.init_state(trainee(), 0), make_batch()
     before = jax.tree.map(np.array, state.params)
-    step = train_step.make_train_step(trainee(), accumulation_steps=2, loss_chunk=8)
+    step = train_step.make_train_step(trainee(), make_token_loss(8), accumulation_steps=2)
     placement = sharding.batch_sharding(trainee().mesh, _ROWS)
     losses = []
     with jax.set_mesh(trainee().mesh):
@@ -131,12 +139,56 @@ def test_many_steps_compile_once_donate_the_state_and_move_every_parameter():
         assert np.any(a != np.asarray(b)), f"{jax.tree_util.keystr(path)} did not move"
 
 
+class Counter(nnx.Module):
+    """A parameter, and a running mean of what the model has seen."""
+
+    def __init__(self):
+        self.w = nnx.Param(jnp.zeros((3,)))
+        self.mean = nnx.BatchStat(jnp.zeros((3,)))
+
+
+def counter_loss(model, batch, key):
+    """Pulls w to the rows; the running mean moves a tenth of the way; draws from the key."""
+    x = batch["x"]
+    model.mean[...] = 0.9 * model.mean[...] + 0.1 * jnp.mean(x, 0)
+    drawn = jax.random.uniform(key)
+    loss = jnp.sum((model.w[...] - x) ** 2)
+    return loss, {"count": jnp.float32(x.shape[0]), "drawn": drawn}
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_running_statistics_average_and_keys(accumulation):
+    """Buffers move with the batch, the average lags by its decay, a key is that of its step."""
+    whole = train_step.make_trainee(
+        None, OptimizerConfig(warmup_steps=0, learning_rate=0.1), 10, trainee().mesh,
+        build=lambda _, rngs: Counter(), averaged=True,
+    )  # fmt: skip
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)), jnp.float32)
+    options = dict(accumulation_steps=accumulation, ema_decay=0.75, seed=3)
+    step = train_step.make_train_step(whole, counter_loss, **options)
+    state, average, drawn = train_step.init_state(whole, 0), np.zeros(3), []
+    with jax.set_mesh(whole.mesh):
+        for _ in range(2):
+            state, metrics = step(state, {"x": x})
+            average = 0.75 * average + 0.25 * np.asarray(state.params["w"])
+            drawn.append(float(metrics["drawn"]))
+        limit = tolerance(jnp.float32, 16)
+        assert_close(state.buffers["mean"], (1 - 0.9**2) * np.mean(x, 0), limit)
+        assert_close(state.best_params()["w"], average, limit)
+        assert drawn[0] != drawn[1]
+        again, metrics = step(train_step.init_state(whole, 0), {"x": x})
+        assert float(metrics["drawn"]) == drawn[0]
+        kept = jax.tree.map(np.array, again)
+        bad, _ = step(again, {"x": x.at[0].set(jnp.nan)})
+    assert_equal_states((bad.buffers, bad.average), (kept.buffers, kept.average))
+
+
 @pytest.mark.parametrize("value", [np.inf, np.nan])
 def test_a_non_finite_step_changes_nothing_but_the_counters(value):
     whole = trainee()
     state, batch = train_step.init_state(whole, 0), make_batch()
     bad = batch | {"weights": batch["weights"].at[1, 2].set(value)}
-    step = train_step.make_train_step(whole)
+    step = train_step.make_train_step(whole, make_token_loss(100))
     with jax.set_mesh(whole.mesh):
         state, _ = step(state, batch)
         kept = jax.tree.map(np.array, state)
@@ -155,9 +207,7 @@ def test_a_non_finite_step_changes_nothing_but_the_counters(value):
 def test_a_batch_without_a_real_token_is_harmless():
     batch = make_batch() | {"weights": jnp.zeros((_ROWS, _LENGTH))}
     state = train_step.init_state(trainee(), 0)
-    loss, gradient, _ = jax.jit(
-        lambda p, b: train_step.loss_and_gradient(trainee().graphdef, p, b, 1, 100)
-    )(state.params, batch)
+    loss, gradient, *_ = jax.jit(lambda p, b: loss_and_gradient(p, b, 1, 100))(state.params, batch)
     assert float(loss) == 0.0
     assert float(optax.global_norm(gradient)) == 0.0
 

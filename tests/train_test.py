@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from tests.tiny_run import assert_equal_states, tiny_config, write_text
-from ttt_jax import checkpoint, evaluate, inputs, metrics, sharding, train
+from ttt_jax import checkpoint, evaluate, metrics, sharding, train
+from ttt_jax.tasks import make_task
 from ttt_jax.train_step import make_trainee
 
 
@@ -45,7 +46,7 @@ def read_state(workdir, config, step=None):
     """The state of a checkpoint, the newest by default, and the position of the data."""
     trainee = make_trainee(config.model, config.optimizer, config.train.steps, sharding.make_mesh())
     checkpoints = checkpoint.Checkpoints(workdir)
-    batches = inputs.open_inputs(config).batches("train")
+    batches = make_task(config).batches("train")
     assert step is None or step in checkpoints.steps()
     state = checkpoints.restore(trainee.abstract, batches)
     checkpoints.close()
@@ -166,7 +167,7 @@ def test_nothing_readable_is_an_error_and_nothing_is_deleted(finished, text, tmp
 
 
 def test_another_configuration_is_refused_before_work_starts(finished, text, monkeypatch):
-    monkeypatch.setattr(train, "open_inputs", lambda _: pytest.fail("work has started"))
+    monkeypatch.setattr(train, "make_task", lambda _: pytest.fail("work has started"))
     config = tiny_config(text)
     config.optimizer.learning_rate = 0.5
     with pytest.raises(checkpoint.CheckpointError, match="optimizer.learning_rate is 0.01 there"):

@@ -6,6 +6,7 @@ checkpoint appears under its name only once it is complete, so a killed process 
 written; Orbax's API version 1 is used, and only here.
 """
 
+import dataclasses
 import importlib.metadata
 import json
 import logging
@@ -161,7 +162,7 @@ class Checkpoints:
                 for name in ("jax", "flax", "optax", "orbax-checkpoint", "grain")
             },
         }
-        parts = {"params": state.params, "rest": state._replace(params={})}
+        parts = _parts(state)
         try:
             self._pending = self._checkpointer.save_checkpointables_async(
                 step, parts, force=True, custom_metadata=metadata
@@ -209,25 +210,27 @@ class Checkpoints:
         """
         steps = self.steps()
         for step in reversed(steps):
-            parts = {"params": abstract.params, "rest": abstract._replace(params={})}
-            found = self._try_load(step, parts, abstract)
+            found = self._try_load(step, _parts(abstract), abstract)
             if found is not None:
-                data.set_state(found["metadata"]["data"])
-                return found["rest"]._replace(params=found["params"])
+                data.set_state(found.pop("metadata")["data"])
+                return found.pop("rest")._replace(**found)
             self._set_aside(step)
         if steps:
             raise CheckpointError(f"none of the checkpoints {steps} in {self._folder} can be read")
         return None
 
-    def restore_params(self, params: Any, step: int | None = None) -> tuple[Any, int]:
-        """Reads the parameters alone, of one step or of the newest whole checkpoint.
+    def restore_parts(
+        self, abstract: dict[str, Any], step: int | None = None
+    ) -> tuple[dict[str, Any], int]:
+        """Reads some parts alone, of one step or of the newest whole checkpoint.
 
         Args:
-          params: shapes, dtypes and shardings of the parameters.
+          abstract: shapes, dtypes and shardings of "params", "average" or "buffers"; the others
+            are not read.
           step: the checkpoint's step; None takes the newest that can be read.
 
         Returns:
-          (parameters, step).
+          (the parts by name, step).
 
         Raises:
           ValueError: a leaf has another shape or dtype in the checkpoint.
@@ -237,9 +240,10 @@ class Checkpoints:
         if step is not None and step not in steps:
             raise CheckpointError(f"step={step}: {self._folder} holds the steps {steps}")
         for candidate in reversed(steps) if step is None else [step]:
-            found = self._try_load(candidate, {"params": params}, {"params": params})
+            found = self._try_load(candidate, abstract, abstract)
             if found is not None:
-                return found["params"], candidate
+                del found["metadata"]
+                return found, candidate
         raise CheckpointError(f"{self._folder} holds no readable checkpoint (steps {steps})")
 
     def _try_load(self, step: int, parts: dict[str, Any], abstract: Any) -> dict[str, Any] | None:
@@ -269,9 +273,30 @@ class Checkpoints:
         self._checkpointer = self._open()
 
 
-def load_model(
-    workdir: str | os.PathLike[str], step: int | None = None
-) -> tuple[Any, nnx.Module, int]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A trained model as read from a workdir.
+
+    Attributes:
+      config: the run's configuration.
+      graphdef: the model without its arrays.
+      params: its parameters; their moving average where the run kept one.
+      buffers: its running statistics.
+      step: the checkpoint's step.
+    """
+
+    config: Any
+    graphdef: nnx.GraphDef
+    params: Any
+    buffers: Any
+    step: int
+
+    def model(self) -> nnx.Module:
+        """Returns the model with its arrays."""
+        return nnx.merge(self.graphdef, self.params, self.buffers)
+
+
+def load_arrays(workdir: str | os.PathLike[str], step: int | None = None) -> LoadedModel:
     """Loads a trained model for evaluation or generation, on the mesh `MeshConfig()`.
 
     Args:
@@ -279,7 +304,7 @@ def load_model(
       step: the checkpoint's step; None takes the newest that can be read.
 
     Returns:
-      (the run's configuration, the model with its parameters, the step).
+      The model and its configuration.
 
     Raises:
       CheckpointError: there is no run, or no readable checkpoint, in `workdir`.
@@ -287,13 +312,36 @@ def load_model(
     config = read_config(workdir)
     if config is None:
         raise CheckpointError(f"workdir={str(workdir)!r} holds no run: config.json is missing")
-    graphdef, shapes, _ = abstract_params(config.model, sharding.make_mesh(), models.build)
+    graphdef, params, buffers, _ = abstract_params(config.model, sharding.make_mesh(), models.build)
+    name = "average" if config.train.ema_decay > 0 else "params"
+    wanted = {name: params} | ({"buffers": buffers} if buffers else {})
     checkpoints = Checkpoints(workdir)
     try:
-        params, step = checkpoints.restore_params(shapes, step)
+        found, step = checkpoints.restore_parts(wanted, step)
     finally:
         checkpoints.close()
-    return config, nnx.merge(graphdef, params), step
+    return LoadedModel(
+        config=config,
+        graphdef=graphdef,
+        params=found[name],
+        buffers=found.get("buffers", {}),
+        step=step,
+    )
+
+
+def load_model(
+    workdir: str | os.PathLike[str], step: int | None = None
+) -> tuple[Any, nnx.Module, int]:
+    """Loads a trained model; returns (configuration, model, step). See `load_arrays`."""
+    loaded = load_arrays(workdir, step)
+    return loaded.config, loaded.model(), loaded.step
+
+
+def _parts(state: TrainState) -> dict[str, Any]:
+    """Cuts a state into the parts of a checkpoint, which can be read apart; no empty ones."""
+    names = ("params", "buffers", "average")
+    parts = {name: getattr(state, name) for name in names if getattr(state, name)}
+    return parts | {"rest": state._replace(**{name: {} for name in names})}
 
 
 def _leaf_table(tree: Any) -> dict[str, list[Any]]:

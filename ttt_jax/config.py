@@ -144,6 +144,8 @@ class TrainConfig:
       eval_every: steps between two evaluations; 0 evaluates at the end alone.
       eval_batches: batches of an evaluation during training, 0 = all; the last one covers all.
       save_every: steps between two checkpoints; the last step is always saved.
+      ema_decay: decay a step of a moving average of the parameters, which is what is evaluated;
+        0 keeps none.
       keep: newest checkpoints kept on disk.
       max_nonfinite_steps: consecutive skipped steps that are borne; one more ends the run with
         an exit code other than 0.
@@ -160,6 +162,7 @@ class TrainConfig:
     eval_every: int = 0
     eval_batches: int = 0
     save_every: int = 500
+    ema_decay: float = 0.0
     keep: int = 3
     max_nonfinite_steps: int = 20
     profile_steps: int = 0
@@ -177,6 +180,8 @@ class TrainConfig:
             _check_count(f"train.{name}", getattr(self, name), 0)
         for name in ("accumulation_steps", "loss_chunk", "log_every", "save_every"):
             _check_count(f"train.{name}", getattr(self, name), 1)
+        below_one = 0.0 <= self.ema_decay < 1.0
+        _check(below_one, "train.ema_decay", self.ema_decay, "must lie in [0, 1)")
         # With one checkpoint kept, a corrupt newest one would leave nothing to fall back to.
         _check_count("train.keep", self.keep, 2)
 
@@ -212,11 +217,12 @@ class Config:
     Attributes:
       model: the model's own configuration, a dataclass with `validate()`, for example
         `ttt_jax.models.lact_llm.LactLLMConfig`.
-      data, optimizer, train, mesh: the parts above.
+      data: where the examples come from; its type chooses the task: `DataConfig` is text.
+      optimizer, train, mesh: the parts above.
     """
 
     model: Any
-    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    data: Any = dataclasses.field(default_factory=DataConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)

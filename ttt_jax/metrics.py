@@ -1,8 +1,8 @@
 """What a run reports: a progress line, JSON lines, TensorBoard if it is installed, a plot.
 
-Tokens a second count real targets alone (padding and document starts have weight 0); model
-FLOP utilisation (MFU) counts every position of the batch, because padding costs as much to
-compute. Neither includes the first step of a process, which compiles.
+Rates count what has weight alone (real targets, not padding or document starts); model FLOP
+utilisation (MFU) counts every position of the batch, because padding costs as much to compute.
+Neither includes the first step of a process, which compiles.
 """
 
 import functools
@@ -64,24 +64,29 @@ def peak_flops() -> tuple[float, str]:
     return 2.0 * size**3 / min(seconds), f"measured {size}x{size} float32 product on {kind}"
 
 
-def progress_line(step: int, steps: int, values: dict[str, float], seconds_left: float) -> str:
+def progress_line(
+    step: int, steps: int, values: dict[str, float], counted: str, seconds_left: float
+) -> str:
     """Writes one line of progress.
 
     Args:
       step, steps: where the run is, and its length.
-      values: loss, tokens_per_second, mfu, grad_norm, learning_rate and, if any, skipped.
+      values: loss, <counted>_per_second, mfu, grad_norm, learning_rate and, if any, skipped.
+      counted: what the rate counts, a plural noun.
       seconds_left: estimate of the time to the end, NaN if unknown.
 
-    >>> progress_line(5, 10, {"loss": 2.0, "tokens_per_second": 1234.0, "mfu": 0.5,
-    ...                       "grad_norm": 1.0, "learning_rate": 1e-3, "skipped": 0}, 65.0)
-    'step   5/10  loss 2.0000  1,234 tok/s  MFU 50.0%  grad 1.00  lr 1.00e-03  ETA 1:05'
+    >>> values = {"loss": 2.0, "tokens_per_second": 1234.0, "mfu": 0.5, "grad_norm": 1.0,
+    ...           "learning_rate": 1e-3, "skipped": 0}
+    >>> progress_line(5, 10, values, "tokens", 65.0)
+    'step   5/10  loss 2.0000  1,234 tokens/s  MFU 50.0%  grad 1.00  lr 1.00e-03  ETA 1:05'
     """
     parts = [
         f"step {step:>{len(str(steps)) + 1}}/{steps}",
         f"loss {values['loss']:.4f}",
     ]
-    if math.isfinite(values["tokens_per_second"]):
-        parts.append(f"{values['tokens_per_second']:,.0f} tok/s")
+    rate = values[f"{counted}_per_second"]
+    if math.isfinite(rate):
+        parts.append(f"{rate:,.{0 if rate >= 100 else 1}f} {counted}/s")
         parts.append(f"MFU {100 * values['mfu']:.1f}%")
     parts.append(f"grad {values['grad_norm']:.2f}")
     parts.append(f"lr {values['learning_rate']:.2e}")
@@ -180,18 +185,18 @@ class Reporter:
     never waits for the host.
     """
 
-    def __init__(self, log: MetricsLog, steps: int, every: int, positions: int, flops: float):
+    def __init__(self, log: MetricsLog, steps: int, every: int, counted: str, flops: float):
         """Makes a reporter.
 
         Args:
           log: where to write.
           steps: length of the run.
           every: steps between two lines.
-          positions: positions of a batch, B * T.
-          flops: FLOPs of a training step per position.
+          counted: what the metric "count" counts, a plural noun ("tokens").
+          flops: model FLOPs of a training step.
         """
         self._log, self._steps, self._every = log, steps, every
-        self._positions, self._flops = positions, flops
+        self._counted, self._flops = counted, flops
         self._waiting: tuple[int, dict[str, jax.Array]] | None = None
         self.skipped_in_a_row = 0
         self.restart()
@@ -200,7 +205,7 @@ class Reporter:
         """Reports the waiting step, and begins the next measurement of time after one more."""
         self.flush()
         self._since: float | None = None
-        self._tokens, self._count = 0.0, 0
+        self._total, self._count = 0.0, 0
 
     def add(self, step: int, values: dict[str, jax.Array]) -> None:
         """Reports the step before and keeps this one until its numbers are ready.
@@ -225,7 +230,8 @@ class Reporter:
                 f"step {step}: loss or gradient is not finite; the step is skipped "
                 f"({self.skipped_in_a_row} in a row, {numbers['skipped']:.0f} in all)"
             )
-        self._tokens += numbers["tokens"]
+        numbers[self._counted] = numbers.pop("count")
+        self._total += numbers[self._counted]
         self._count += 1
         if step % self._every == 0 or step == self._steps:
             self._line(step, numbers)
@@ -234,28 +240,33 @@ class Reporter:
 
     def _line(self, step: int, numbers: dict[str, float]) -> None:
         """Prints and logs one step, with the rates since the last line."""
-        rates = {"tokens_per_second": math.nan, "mfu": math.nan}
+        per_second = f"{self._counted}_per_second"
+        rates = {per_second: math.nan, "mfu": math.nan}
         seconds_left = math.nan
         if self._since is not None:
             seconds = time.perf_counter() - self._since
-            rate = self._count * self._positions * self._flops / seconds
-            rates = {"tokens_per_second": self._tokens / seconds, "mfu": rate / peak_flops()[0]}
+            mfu = self._count * self._flops / seconds / peak_flops()[0]
+            rates = {per_second: self._total / seconds, "mfu": mfu}
             seconds_left = (self._steps - step) * seconds / self._count
         self._log.write(step, "train", numbers | rates)
-        note(progress_line(step, self._steps, numbers | rates, seconds_left))
+        values = numbers | rates
+        note(progress_line(step, self._steps, values, self._counted, seconds_left))
         self._start_clock()
 
     def _start_clock(self) -> None:
         self._since = time.perf_counter()
-        self._tokens, self._count = 0.0, 0
+        self._total, self._count = 0.0, 0
 
 
-def plot_loss(workdir: str | os.PathLike[str], title: str) -> pathlib.Path | None:
+def plot_loss(
+    workdir: str | os.PathLike[str], title: str, loss_name: str
+) -> pathlib.Path | None:
     """Draws the training loss, and the held-out loss where it was measured, as loss.png.
 
     Args:
       workdir: the run's folder, with metrics.jsonl.
       title: of the plot.
+      loss_name: label of the loss with its unit.
 
     Returns:
       The path of the PNG, or None where there is nothing to draw or matplotlib is missing.
@@ -271,9 +282,9 @@ def plot_loss(workdir: str | os.PathLike[str], title: str) -> pathlib.Path | Non
     for kind, style in (("train", {"linewidth": 1.2}), ("eval", {"marker": "o"})):
         points = [(r["step"], r["loss"]) for r in records if r["kind"] == kind]
         if points:
-            label = {"train": "training batches", "eval": "held-out text"}[kind]
+            label = {"train": "training batches", "eval": "held-out data"}[kind]
             axes.plot(*zip(*points, strict=True), label=label, **style)
-    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
+    axes.set(xlabel="step", ylabel=loss_name, title=title)
     axes.grid(alpha=0.3)
     axes.legend()
     path = workdir / "loss.png"

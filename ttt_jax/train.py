@@ -1,4 +1,4 @@
-"""Trains a language model: `main(config, workdir)` reads top to bottom.
+"""Trains a model on its task: `main(config, workdir)` reads top to bottom.
 
 The exit codes tell a scheduler what happened: 0 the run is finished; 1 it could not start or
 failed; 3 too many steps in a row were not finite; 128 + n it was ended by signal n (SIGTERM is
@@ -18,8 +18,8 @@ import numpy as np
 from flax import nnx
 
 from ttt_jax import checkpoint, evaluate, metrics, optim, sharding
-from ttt_jax.inputs import open_inputs
 from ttt_jax.metrics import note
+from ttt_jax.tasks import Result, Task, make_task
 from ttt_jax.train_step import Trainee, TrainState, init_state, make_train_step, make_trainee
 
 EXIT_NOT_FINITE = 3
@@ -30,12 +30,13 @@ class _Run:
     """What the loop needs besides the state."""
 
     config: Any
+    task: Task
     trainee: Trainee
     batches: Iterator[dict[str, np.ndarray]]
     placement: jax.sharding.NamedSharding
     checkpoints: checkpoint.Checkpoints
     log: metrics.MetricsLog
-    measure: Callable[[Any, int], evaluate.Perplexity]
+    measure: Callable[[TrainState, int], Result]
     stop: "StopSignal"
 
 
@@ -47,7 +48,8 @@ def main(config: Any, workdir: str | os.PathLike[str]) -> int:
 
     Args:
       config: a `ttt_jax.config.Config`.
-      workdir: folder for checkpoints, config.json, metrics.jsonl, evaluation.json and loss.png.
+      workdir: folder for checkpoints, config.json, metrics.jsonl, evaluation.json, loss.png and
+        the task's pictures.
 
     Returns:
       The process's exit code, see the head of this module.
@@ -72,12 +74,15 @@ def main(config: Any, workdir: str | os.PathLike[str]) -> int:
     note(f"Devices: {mesh.size} x {jax.devices()[0].device_kind} ({shape})")
 
     # ------------------------------------------------------------------ data
-    inputs = open_inputs(config)
-    note(f"Text: {config.data.source!r} as {config.data.tokenizer}, hash {inputs.corpus_hash()}")
-    train_batches = inputs.batches("train")
+    task = make_task(config)
+    note(task.describe())
+    train_batches = task.batches("train")
 
     # ------------------------------------------------------------------ model and optimizer
-    trainee = make_trainee(config.model, config.optimizer, config.train.steps, mesh)
+    averaged = config.train.ema_decay > 0
+    trainee = make_trainee(
+        config.model, config.optimizer, config.train.steps, mesh, averaged=averaged
+    )
     params = trainee.abstract.params
     name = f"{type(config.model).__name__}, {sum(x.size for x in jax.tree.leaves(params)):,} values"
     note(f"Model: {name}; parameters by optimizer rule:")
@@ -95,15 +100,14 @@ def main(config: Any, workdir: str | os.PathLike[str]) -> int:
     log = metrics.MetricsLog(workdir, int(state.step))
 
     # ------------------------------------------------------------------ training
-    documents = config.data.separates_documents()
-    eval_step = evaluate.make_eval_step(trainee.graphdef, mesh, config.train.loss_chunk, documents)
-
-    def measure(params: Any, max_batches: int) -> evaluate.Perplexity:
-        return evaluate.evaluate(eval_step, params, inputs.batches("eval"), mesh, max_batches)
+    def measure(state: TrainState, max_batches: int) -> Result:
+        params, buffers = state.best_params(), state.buffers
+        return task.evaluate(trainee.graphdef, params, buffers, mesh, max_batches)
 
     with StopSignal() as stop, jax.set_mesh(mesh):
         run = _Run(
             config=config,
+            task=task,
             trainee=trainee,
             batches=train_batches,
             placement=placement,
@@ -117,13 +121,15 @@ def main(config: Any, workdir: str | os.PathLike[str]) -> int:
 
     # ------------------------------------------------------------------ evaluation and plot
     if code == 0:
-        result = measure(state.params, 0)
-        log.write(int(state.step), "eval", {"loss": result.loss, "perplexity": result.perplexity})
-        unigram = inputs.unigram_perplexity()
-        evaluate.print_report(int(state.step), result, unigram)
-        evaluate.write_report(workdir, int(state.step), result, unigram)
+        result = measure(state, 0)
+        log.write(int(state.step), "eval", result.metrics)
+        evaluate.print_report(int(state.step), result)
+        folder = pathlib.Path(workdir)
+        for path in task.artefacts(trainee.graphdef, state.best_params(), state.buffers, folder):
+            note(f"Picture: {path}")
+        evaluate.write_report(workdir, int(state.step), result)
     log.close()
-    plot = metrics.plot_loss(workdir, name)
+    plot = metrics.plot_loss(workdir, name, task.loss_name)
     if plot is not None:
         note(f"Loss plot: {plot}")
     return code
@@ -131,28 +137,30 @@ def main(config: Any, workdir: str | os.PathLike[str]) -> int:
 
 def _run_steps(run: _Run, state: TrainState) -> tuple[TrainState, int]:
     """Runs the steps that are left, and saves the last one; returns the state and exit code."""
-    train, data = run.config.train, run.config.data
+    train = run.config.train
     train_step = make_train_step(
-        run.trainee, accumulation_steps=train.accumulation_steps, loss_chunk=train.loss_chunk
+        run.trainee,
+        run.task.loss,
+        accumulation_steps=train.accumulation_steps,
+        ema_decay=train.ema_decay,
+        seed=train.seed,
     )
-    model = nnx.merge(run.trainee.graphdef, run.trainee.abstract.params)
-    flops = 3 * model.flops_per_token(data.sequence_length)
-    positions = data.batch_size * data.sequence_length
-    reporter = metrics.Reporter(run.log, train.steps, train.log_every, positions, flops)
+    abstract = run.trainee.abstract
+    model = nnx.merge(run.trainee.graphdef, abstract.params, abstract.buffers)
+    flops = 3 * run.task.flops_per_step(model)
+    reporter = metrics.Reporter(run.log, train.steps, train.log_every, run.task.counted, flops)
     first, code = int(state.step), 0
     for step in range(first + 1, train.steps + 1):
         _profile(step - first, train.profile_steps, run.log.path.parent / "profile")
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
-            batch = next(run.batches)
-            if not data.separates_documents():
-                batch = evaluate.without_documents(batch)
-            state, values = train_step(state, sharding.place_batch(batch, run.placement))
+            batch = sharding.place_batch(next(run.batches), run.placement)
+            state, values = train_step(state, batch)
         reporter.add(step, values)
         if train.eval_every and step % train.eval_every == 0 and step < train.steps:
             reporter.flush()
-            result = run.measure(state.params, train.eval_batches)
-            run.log.write(step, "eval", {"loss": result.loss, "perplexity": result.perplexity})
-            note(f"step {step}: held-out perplexity {result.perplexity:.3f}")
+            result = run.measure(state, train.eval_batches)
+            run.log.write(step, "eval", result.metrics)
+            note(f"step {step}: {result.summary}")
             reporter.restart()
         too_many = reporter.skipped_in_a_row > train.max_nonfinite_steps
         code = EXIT_NOT_FINITE if too_many else run.stop.exit_code
@@ -192,8 +200,8 @@ def _finished_message(workdir: str | os.PathLike[str], steps: int) -> str | None
         return None
     past = f", past the {steps} asked for" if result["step"] > steps else ""
     return (
-        f"The run in {workdir} is finished: step {result['step']}{past}, held-out perplexity "
-        f"{result['perplexity']:.3f}. Nothing to do; give another --workdir for a new run"
+        f"The run in {workdir} is finished: step {result['step']}{past}, {result['summary']}. "
+        "Nothing to do; give another --workdir for a new run"
     )
 
 

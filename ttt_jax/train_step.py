@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ttt_jax import models, optim, sharding
 from ttt_jax.config import OptimizerConfig
+from ttt_jax.losses import Batch, Loss
 
-Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 
 
@@ -28,6 +28,8 @@ class TrainState(NamedTuple):
       skipped: int32 [], steps whose loss or gradient was not finite and which changed nothing.
       skipped_in_a_row: int32 [], how many of them came last without a good one between.
       params: nested dicts of float32 arrays, as of `nnx.to_pure_dict`.
+      buffers: running statistics (`nnx.BatchStat`) likewise; {} for most models.
+      average: moving average of the parameters; {} where the run keeps none.
       optimizer: the state of the optax transformation.
     """
 
@@ -35,7 +37,13 @@ class TrainState(NamedTuple):
     skipped: jax.Array
     skipped_in_a_row: jax.Array
     params: Any
+    buffers: Any
+    average: Any
     optimizer: Any
+
+    def best_params(self) -> Any:
+        """Returns the parameters to evaluate: their average where the run keeps one."""
+        return self.average or self.params
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +51,7 @@ class Trainee:
     """The static half of a training run: what `TrainState` does not hold.
 
     Attributes:
-      graphdef: the model without its parameters; `nnx.merge(graphdef, params)` makes a model.
+      graphdef: the model without its arrays; `nnx.merge(graphdef, params, buffers)` makes one.
       names: logical axis names of each parameter.
       optimizer: the optax transformation.
       learning_rate: rate as a function of the number of updates done.
@@ -69,6 +77,7 @@ def make_trainee(
     steps: int,
     mesh: Mesh,
     build: Callable[..., nnx.Module] = models.build,
+    averaged: bool = False,
 ) -> Trainee:
     """Prepares model, optimizer and shardings without allocating a parameter.
 
@@ -77,8 +86,9 @@ def make_trainee(
       optimizer_config: the optimizer's configuration.
       steps: optimizer steps of the run, for the learning-rate schedule.
       mesh: a mesh of `sharding.make_mesh`.
-      build: `build(model_config, rngs=nnx.Rngs(key))` returns the model, which holds
-        `nnx.Param`s alone.
+      build: `build(model_config, rngs=nnx.Rngs(key))` returns the model, which holds `nnx.Param`s
+        and `nnx.BatchStat`s alone.
+      averaged: whether the state keeps a moving average of the parameters.
 
     Returns:
       The static half of the run.
@@ -86,14 +96,17 @@ def make_trainee(
     Raises:
       ValueError: a parameter is in less than float32, in which small updates would be lost.
     """
-    graphdef, shapes, names = abstract_params(model_config, mesh, build)
+    graphdef, shapes, _, names = abstract_params(model_config, mesh, build)
     optimizer, learning_rate = optim.make_optimizer(optimizer_config, names, steps)
 
     def init(seed: jax.Array) -> TrainState:
         model = build(model_config, rngs=nnx.Rngs(jax.random.key(seed)))
         params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+        buffers = nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
         zero = jnp.zeros((), jnp.int32)
-        return TrainState(zero, zero, zero, params, optimizer.init(params))
+        # A copy: the state is donated, and no buffer can be given away twice.
+        average = jax.tree.map(jnp.copy, params) if averaged else {}
+        return TrainState(zero, zero, zero, params, buffers, average, optimizer.init(params))
 
     abstract = jax.eval_shape(init, jax.ShapeDtypeStruct((), jnp.int32))
     shardings = sharding.like_params(abstract, shapes, mesh)
@@ -114,28 +127,29 @@ def make_trainee(
 
 def abstract_params(
     model_config: Any, mesh: Mesh, build: Callable[..., nnx.Module] = models.build
-) -> tuple[nnx.GraphDef, Any, Any]:
-    """Describes a model's parameters without allocating them.
+) -> tuple[nnx.GraphDef, Any, Any, Any]:
+    """Describes a model's arrays without allocating them.
 
     Args:
       model_config, mesh, build: as of `make_trainee`.
 
     Returns:
-      (graphdef, nested dicts of `jax.ShapeDtypeStruct` with shardings, nested dicts of the
-      logical axis names).
+      (graphdef, parameters as nested dicts of `jax.ShapeDtypeStruct` with shardings, buffers
+      likewise and replicated, nested dicts of the parameters' logical axis names).
 
     Raises:
       ValueError: a parameter is in less than float32.
     """
     graphdefs = []
 
-    def split() -> nnx.State:
-        graphdef, params = nnx.split(build(model_config, rngs=nnx.Rngs(0)), nnx.Param)
+    def split() -> tuple[nnx.State, nnx.State]:
+        model = build(model_config, rngs=nnx.Rngs(0))
+        graphdef, params, buffers = nnx.split(model, nnx.Param, nnx.BatchStat)
         graphdefs.append(graphdef)
-        return params
+        return params, buffers
 
     # Not nnx.eval_shape: under jax.set_mesh it would read the logical names as mesh axes.
-    params = jax.eval_shape(split)
+    params, buffers = jax.eval_shape(split)
     graphdef = graphdefs[0]
     names = sharding.axis_names(params)
     shapes = nnx.to_pure_dict(params)
@@ -144,7 +158,12 @@ def abstract_params(
     shapes = jax.tree.map(
         lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings
     )
-    return graphdef, shapes, names
+    replicated = NamedSharding(mesh, PartitionSpec())
+    buffers = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=replicated),
+        nnx.to_pure_dict(buffers),
+    )
+    return graphdef, shapes, buffers, names
 
 
 def _check_master_dtypes(shapes: Any) -> None:
@@ -164,91 +183,67 @@ def init_state(trainee: Trainee, seed: int) -> TrainState:
     return init(jnp.asarray(seed, jnp.int32))
 
 
-def token_losses(model: nnx.Module, batch: Batch, loss_chunk: int) -> tuple[jax.Array, Metrics]:
-    """Computes each token's negative log-likelihood without ever holding all logits.
-
-        nll[b, t] = logsumexp(z[b, t]) - z[b, t, targets[b, t]],    z = model.logits(features)
-
-    The sequence is cut into pieces; the logits of one piece exist at a time, and the backward
-    pass computes them again (`jax.checkpoint`).
-
-    Args:
-      model: a model with `features` and `logits`.
-      batch: tokens, targets int32 [B, T]; segment_ids int32 [B, T] too where rows hold several
-        documents (without it a row is one document, padded at its end if at all).
-      loss_chunk: positions of each row whose logits exist at one time.
-
-    Returns:
-      (nll float32 [B, T] in nats, the statistics that `model.features` returns).
-    """
-    features, stats = model.features(batch["tokens"], segment_ids=batch.get("segment_ids"))
-    features = sharding.constrain(features, ("batch", "seq", "embed"))
-    rows, length, width = features.shape
-    size = min(loss_chunk, length)
-    pieces = -(-length // size)
-    padding = pieces * size - length
-    features = jnp.pad(features, ((0, 0), (0, padding), (0, 0)))
-    targets = jnp.pad(batch["targets"], ((0, 0), (0, padding)))
-
-    @jax.checkpoint
-    def piece_losses(features: jax.Array, targets: jax.Array) -> jax.Array:
-        logits = model.logits(features)
-        # A masked sum, not a gather: it stays local when the vocabulary is cut over devices.
-        chosen = jnp.arange(logits.shape[-1]) == targets[..., None]
-        picked = jnp.sum(jnp.where(chosen, logits, 0.0), axis=-1)
-        return jax.nn.logsumexp(logits, axis=-1) - picked
-
-    if pieces == 1:
-        return piece_losses(features, targets), stats
-    features = jnp.moveaxis(features.reshape(rows, pieces, size, width), 1, 0)
-    targets = jnp.moveaxis(targets.reshape(rows, pieces, size), 1, 0)
-    losses = jax.lax.map(lambda piece: piece_losses(*piece), (features, targets))
-    return jnp.moveaxis(losses, 0, 1).reshape(rows, pieces * size)[:, :length], stats
-
-
 def loss_and_gradient(
-    graphdef: nnx.GraphDef, params: Any, batch: Batch, accumulation_steps: int, loss_chunk: int
-) -> tuple[jax.Array, Any, Metrics]:
-    """Computes the mean loss over the batch's real tokens, and its gradient.
+    loss: Loss,
+    graphdef: nnx.GraphDef,
+    params: Any,
+    buffers: Any,
+    batch: Batch,
+    key: jax.Array,
+    accumulation_steps: int = 1,
+) -> tuple[jax.Array, Any, Metrics, Any]:
+    """Computes the mean loss over all that counts in the batch, and its gradient.
 
-        loss = sum(weights * nll) / sum(weights)        over the whole batch
+        mean loss = sum over the batch of weighted losses / sum of their weights
 
     With accumulation the sums are accumulated and divided once at the end, so that the result
-    is that of the whole batch however the real tokens are spread over its parts.
+    is that of the whole batch however the weights are spread over its parts.
 
     Args:
-      graphdef: the model without its parameters.
+      loss: see `ttt_jax.losses.Loss`.
+      graphdef: the model without its arrays.
       params: its parameters.
-      batch: as of `token_losses`, and weights float32 [B, T].
-      accumulation_steps: parts, A; B is a multiple of A.
-      loss_chunk: see `token_losses`.
+      buffers: its running statistics.
+      batch: arrays [B, ...]; B is a multiple of the parts.
+      key: random key of the step.
+      accumulation_steps: parts into which the batch is cut.
 
     Returns:
-      (loss float32 [] in nats per token, gradient like `params`, {"tokens": sum of weights,
-      and each of the model's statistics averaged to a scalar}).
+      (loss float32 [], gradient like `params`, {"count": sum of the weights, and each statistic
+      of the task averaged to a scalar}, the buffers after the step: the mean over the parts).
     """
 
-    def summed_loss(params: Any, part: Batch) -> tuple[jax.Array, Metrics]:
-        losses, stats = token_losses(nnx.merge(graphdef, params), part, loss_chunk)
-        stats = {name: jnp.mean(value) / accumulation_steps for name, value in stats.items()}
-        return jnp.sum(part["weights"] * losses), stats | {"tokens": jnp.sum(part["weights"])}
+    def summed_loss(params: Any, part: Batch, key: jax.Array) -> tuple[jax.Array, Any]:
+        model = nnx.merge(graphdef, params, buffers)
+        total, stats = loss(model, part, key)
+        count = stats.pop("count")
+        after = nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
+        means = jax.tree.map(lambda x: x / accumulation_steps, (_scalars(stats), after))
+        return total, (count, *means)
 
     value_and_grad = jax.value_and_grad(summed_loss, has_aux=True)
     if accumulation_steps == 1:
-        (loss, stats), gradient = value_and_grad(params, batch)
+        (total, (count, stats, after)), gradient = value_and_grad(params, batch, key)
     else:
 
-        def add(total: Any, part: Batch) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, value_and_grad(params, part)), None
+        def add(sums: Any, part_and_key: Any) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, sums, value_and_grad(params, *part_and_key)), None
 
         parts = jax.tree.map(lambda x: _split_rows(x, accumulation_steps), batch)
-        first = jax.tree.map(lambda x: x[0], parts)
+        inputs = (parts, jax.random.split(key, accumulation_steps))
+        first = jax.tree.map(lambda x: x[0], inputs)
         zeros = jax.tree.map(
-            lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(value_and_grad, params, first)
+            lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(value_and_grad, params, *first)
         )
-        ((loss, stats), gradient), _ = jax.lax.scan(add, zeros, parts)
-    tokens = jnp.maximum(stats["tokens"], 1.0)
-    return loss / tokens, jax.tree.map(lambda g: g / tokens, gradient), stats
+        ((total, (count, stats, after)), gradient), _ = jax.lax.scan(add, zeros, inputs)
+    divisor = jnp.maximum(count, 1.0)
+    gradient = jax.tree.map(lambda g: g / divisor, gradient)
+    return total / divisor, gradient, stats | {"count": count}, after
+
+
+def _scalars(stats: Metrics) -> Metrics:
+    """Averages each statistic (one value a layer, say) to a scalar."""
+    return {name: jnp.mean(value) for name, value in stats.items()}
 
 
 def _split_rows(x: jax.Array, parts: int) -> jax.Array:
@@ -257,45 +252,54 @@ def _split_rows(x: jax.Array, parts: int) -> jax.Array:
 
 
 def make_train_step(
-    trainee: Trainee, *, accumulation_steps: int = 1, loss_chunk: int = 1024
+    trainee: Trainee,
+    loss: Loss,
+    *,
+    accumulation_steps: int = 1,
+    ema_decay: float = 0.0,
+    seed: int = 0,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Builds the step: loss, gradient, update, all in one program with a donated state.
 
-    A step whose loss or gradient norm is not finite leaves parameters and optimizer state as
-    they were, bit for bit, and is counted.
+    A step whose loss or gradient norm is not finite leaves everything but the counters as it
+    was, bit for bit, and is counted.
 
     Args:
       trainee: of `make_trainee`.
+      loss: see `ttt_jax.losses.Loss`.
       accumulation_steps: parts into which each batch is cut.
-      loss_chunk: positions of each row whose logits exist at one time.
+      ema_decay: decay a step of the average of the parameters, where the state keeps one.
+      seed: of the random keys; a step's key depends on this and on the step's number alone.
 
     Returns:
       A compiled function (state, batch) -> (state, metrics). Call it under
       `jax.set_mesh(trainee.mesh)`; the state given to it must not be used again. The metrics are
-      replicated scalars: loss (nats per token), grad_norm (before clipping), learning_rate,
-      tokens, skipped, skipped_in_a_row, and the model's statistics.
+      replicated scalars: loss (mean), grad_norm (before clipping), learning_rate, count, skipped,
+      skipped_in_a_row, and the task's statistics.
     """
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        loss, gradient, stats = loss_and_gradient(
-            trainee.graphdef, state.params, batch, accumulation_steps, loss_chunk
+        key = jax.random.fold_in(jax.random.key(seed), state.step)
+        mean, gradient, stats, buffers = loss_and_gradient(
+            loss, trainee.graphdef, state.params, state.buffers, batch, key, accumulation_steps
         )
         grad_norm = optax.global_norm(gradient)
-        finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        finite = jnp.isfinite(mean) & jnp.isfinite(grad_norm)
         updates, optimizer = trainee.optimizer.update(gradient, state.optimizer, state.params)
-        changed = (optax.apply_updates(state.params, updates), optimizer)
-        kept = (state.params, state.optimizer)
-        params, optimizer = jax.tree.map(lambda a, b: jnp.where(finite, a, b), changed, kept)
+        params = optax.apply_updates(state.params, updates)
+        average = state.average and optax.incremental_update(params, state.average, 1 - ema_decay)
+        changed = (params, buffers, average, optimizer)
+        kept = (state.params, state.buffers, state.average, state.optimizer)
+        chosen = jax.tree.map(lambda a, b: jnp.where(finite, a, b), changed, kept)
         missed = 1 - finite.astype(jnp.int32)
         new_state = TrainState(
-            step=state.step + 1,
-            skipped=state.skipped + missed,
-            skipped_in_a_row=(state.skipped_in_a_row + missed) * missed,
-            params=params,
-            optimizer=optimizer,
+            state.step + 1,
+            state.skipped + missed,
+            (state.skipped_in_a_row + missed) * missed,
+            *chosen,
         )
         metrics = stats | {
-            "loss": loss,
+            "loss": mean,
             "grad_norm": grad_norm,
             "learning_rate": trainee.learning_rate(state.step - state.skipped),
             "skipped": new_state.skipped,

@@ -126,7 +126,7 @@ def forward_rate(model_config: Any, params: Any, length: int, repeats: int = 5) 
       ValueError: the model cannot run in this mode; the message says why.
     """
     model_config.validate()
-    graphdef, _, _ = abstract_params(model_config, sharding.make_mesh())
+    graphdef, *_ = abstract_params(model_config, sharding.make_mesh())
 
     @jax.jit
     def forward(params: Any, tokens: jax.Array) -> jax.Array:

@@ -23,6 +23,7 @@ from flax import nnx
 
 from ttt_jax import metrics, sharding
 from ttt_jax.config import OptimizerConfig
+from ttt_jax.losses import make_token_loss
 from ttt_jax.models import lact_llm, transformer
 from ttt_jax.train_step import init_state, make_train_step, make_trainee
 
@@ -104,7 +105,7 @@ def measure(case: str, options: argparse.Namespace) -> Speed:
     seconds = []
     with jax.set_mesh(mesh):
         state = init_state(trainee, 0)
-        step = make_train_step(trainee, loss_chunk=options.loss_chunk)
+        step = make_train_step(trainee, make_token_loss(options.loss_chunk))
         placed = sharding.place_batch(batch, sharding.batch_sharding(mesh, options.rows))
         for _ in range(options.steps + 1):
             start = time.perf_counter()

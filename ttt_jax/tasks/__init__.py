@@ -1,0 +1,31 @@
+"""Tasks: what `ttt_jax.train` trains on and how it is measured; see `ttt_jax.tasks.base`."""
+
+from typing import Any
+
+from ttt_jax.config import DataConfig
+from ttt_jax.tasks.base import Result, Task
+from ttt_jax.tasks.language import Language
+
+# The type of config.data -> the task.
+_TASKS: dict[type, type[Task]] = {DataConfig: Language}
+
+
+def make_task(config: Any) -> Task:
+    """Makes the task that a configuration's data is for.
+
+    Args:
+      config: a `ttt_jax.config.Config`.
+
+    Returns:
+      The task, its data opened.
+
+    Raises:
+      ValueError: no task is known for this kind of data, or the data cannot be read.
+    """
+    if type(config.data) not in _TASKS:
+        known = ", ".join(data.__name__ for data in _TASKS)
+        raise ValueError(f"config.data is a {type(config.data).__name__}; it must be: {known}")
+    return _TASKS[type(config.data)](config)
+
+
+__all__ = ["Language", "Result", "Task", "make_task"]
