@@ -22,6 +22,10 @@ class Golden:
         """Whether the case gates this array (it exists and is not informational)."""
         return key in self._meta and self._meta[key].get("tol", {}).get("note") != "informational"
 
+    def tolerances(self, key: str) -> dict:
+        """The tolerances stated for an array, by metric."""
+        return self._meta[key]["tol"]
+
     def check(self, key: str, value) -> None:
         """Fails where ``value`` is further from ``arrays[key]`` than the case allows."""
         expected = self.arrays[key].astype(np.float64)

@@ -32,8 +32,9 @@ class FastWeights(nnx.Module):
         *,
         low_rank: int,
         rngs: nnx.Rngs,
+        gain: float = 1.0,
     ):
-        """Makes the parameters: normal, standard deviation 1/√in, or ½/√in and ½/√r for L and R.
+        """Makes the parameters: normal, standard deviation gain/√in, or ½/√in, ½/√r for L and R.
 
         Args:
           fast_net: the network whose weights these are.
@@ -42,6 +43,7 @@ class FastWeights(nnx.Module):
           hidden_dim: width of the network's hidden layer, where it has one.
           low_rank: rank r; 0 stores every matrix whole.
           rngs: random streams; "params" is used.
+          gain: of the matrices that are stored whole.
         """
         shapes = fast_net.shapes(head_dim, head_dim, hidden_dim)
         self.shapes = tuple(shapes.items())
@@ -58,7 +60,7 @@ class FastWeights(nnx.Module):
                 setattr(self, f"{name}_left", left)
                 setattr(self, f"{name}_right", right)
             else:
-                setattr(self, name, normal((size_in, size_out), size_in**-0.5))
+                setattr(self, name, normal((size_in, size_out), gain * size_in**-0.5))
 
     def __call__(self):
         """The weights.

@@ -1,0 +1,158 @@
+"""LaCT-NVS: sizes, the reduction, two stages, independence of scenes and views, errors."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.tolerances import assert_close, tolerance
+from ttt_jax.inner_loop.spec import Span
+from ttt_jax.layers.rays import camera_rays, pluecker_rays
+from ttt_jax.layers.scheduled_ttt import ScheduledTTT
+from ttt_jax.models import build, lact_nvs
+from ttt_jax.models.lact_nvs import Cameras, LactNVS
+
+_SMALL = lact_nvs.LactNVSConfig(
+    hidden_size=16, num_layers=2, num_attention_heads=2, num_fast_heads=2, patch_size=4,
+    initializer_range=0.3, base_rate=1.0,
+)  # fmt: skip
+
+
+def _cameras(random, batch, views, size):
+    """Cameras with random rotations, as a QR factor with determinant +1."""
+    q, r = np.linalg.qr(random.standard_normal((batch, views, 3, 3)))
+    q = q * np.sign(np.linalg.det(q))[..., None, None]
+    poses = np.zeros((batch, views, 4, 4))
+    poses[..., :3, :3], poses[..., 3, 3] = q, 1
+    poses[..., :3, 3] = random.standard_normal((batch, views, 3))
+    camera = [size * 1.1, size * 0.9, size / 2, size / 2 + 0.3]
+    intrinsics = np.broadcast_to(camera, (batch, views, 4))
+    return Cameras(jnp.asarray(intrinsics, jnp.float32), jnp.asarray(poses, jnp.float32))
+
+
+def _scene(batch=2, views=3, targets=2, size=8):
+    random = np.random.default_rng(0)
+    images = jnp.asarray(random.random((batch, views, size, size, 3)), jnp.float32)
+    return images, _cameras(random, batch, views, size), _cameras(random, batch, targets, size)
+
+
+@pytest.mark.parametrize(("name", "size"), [("14", 182_481_706), ("24", 312_298_056)])
+def test_parameters_are_those_of_the_official_code(name, size):
+    """The official code's count: 22 d² a block, its norms and rates, embedding and decoder."""
+    model = nnx.eval_shape(lambda: build(lact_nvs.preset(name)))
+    layers, d = int(name), 768
+    block = 3 * d * d + d * d + 2 * 64 + 3 * 2 * d * d + 4 * d * d + (3 * d + 3) + d + 8 * d * d
+    expected = layers * (block + 3 * d) + 12 * 64 * d + d + d + d * 3 * 64
+    assert model.num_params() == expected == size
+    assert nnx.eval_shape(lambda: build(lact_nvs.preset("114m"))).num_params() == 114_100_332
+
+
+def test_rays_are_those_of_the_pinhole():
+    """A point on the ray, projected by K [R | t]⁻¹, falls on the pixel's centre."""
+    cameras = _cameras(np.random.default_rng(1), 1, 2, 6)
+    origins, directions = (np.asarray(x, np.float64) for x in camera_rays(cameras, 6, 5))
+    assert_close(np.linalg.norm(directions, axis=-1), np.ones((1, 2, 6, 5)), 1e-6)
+    for view in range(2):
+        fx, fy, cx, cy = np.asarray(cameras.intrinsics[0, view], np.float64)
+        world_to_camera = np.linalg.inv(np.asarray(cameras.poses[0, view], np.float64))
+        point = origins[0, view] + 2.5 * directions[0, view]
+        local = point @ world_to_camera[:3, :3].T + world_to_camera[:3, 3]
+        assert np.all(local[..., 2] > 0)
+        x = fx * local[..., 0] / local[..., 2] + cx
+        y = fy * local[..., 1] / local[..., 2] + cy
+        assert_close(x, np.broadcast_to(np.arange(5) + 0.5, (6, 5)), 1e-5)
+        assert_close(y, np.broadcast_to(np.arange(6)[:, None] + 0.5, (6, 5)), 1e-5)
+    moment = np.asarray(pluecker_rays(cameras, 6, 5))[..., 6:]
+    assert_close(moment, np.cross(origins, directions), 1e-5)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [6, *(pytest.param(v, marks=pytest.mark.exhaustive) for v in range(6))],
+)
+def test_two_stages_are_one_pass(variant):
+    """Also: target views do not see each other, nor scenes other scenes; gradients reach all."""
+    model = build(dataclasses.replace(_SMALL, variant=variant), nnx.Rngs(0))
+    graphdef, params = nnx.split(model, nnx.Param)
+    images, cameras, targets = _scene()
+
+    @jax.jit
+    def run(params, images, cameras, targets):
+        def loss(params):
+            runner = nnx.merge(graphdef, params)
+            out = runner(images, cameras, targets)
+            return jnp.sum(jnp.square(out - 0.3)), out
+
+        (_, out), gradients = jax.value_and_grad(loss, has_aux=True)(params)
+        runner = nnx.merge(graphdef, params)
+        states = runner.reconstruct(images, cameras)
+        last = jax.tree.map(lambda x: x[:, 1:], targets)
+        alone = runner.render(states, last, *images.shape[2:4])
+        return out, runner.render(states, targets, *images.shape[2:4]), alone, gradients
+
+    out, staged, alone, gradients = run(params, images, cameras, targets)
+    tol = tolerance("float32", images.shape[1] * 4)
+    assert out.shape == (2, 2, 8, 8, 3) and float(out.min()) >= 0 and float(out.max()) <= 1
+    assert_close(staged, out, tol)
+    assert_close(alone, out[:, 1:], tol)
+    for path, leaf in nnx.to_flat_state(gradients):
+        assert np.isfinite(leaf[...]).all() and np.abs(leaf[...]).max() > 0, path
+    swapped = run(params, images[::-1], *jax.tree.map(lambda x: x[::-1], (cameras, targets)))[0]
+    assert_close(swapped[::-1], out, tol)
+    changed = run(params, images.at[:, 0].add(0.2), cameras, targets)[0]
+    assert np.abs(changed - out).max() > 1e-4, "the input views do not reach the target views"
+
+
+def test_the_last_variant_is_linear_attention():
+    """o = q (W + Σ kᵀ v) with sums over the input tokens alone, written out by hand."""
+    config = dataclasses.replace(_SMALL, variant=6)
+    spans = [Span(0, 5, True, False), Span(0, 9, False, True)]
+    layer = ScheduledTTT(
+        16, 2, config.inner_loop(spans), hidden_multiple=2.0, base_rate=1.0, stddev=0.3,
+        out_stddev=0.3, dtype="float32", rngs=nnx.Rngs(0),
+    )  # fmt: skip
+    x = jax.random.normal(jax.random.key(0), (3, 9, 16))
+    out, state = layer(x, spans)
+    qkv = np.asarray(jax.nn.silu(layer.qkv(x)), np.float64).reshape(3, 9, 3, 2, 8)
+    q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
+    q, k = (y / (np.linalg.norm(y, axis=-1, keepdims=True) + 1e-5) for y in (q, k))
+    weights = np.asarray(layer.weights()["w"], np.float64)
+    matrix = weights + np.einsum("bthi,btho->bhio", k[:, :5], v[:, :5])
+    assert_close(state.weights["w"], matrix, tolerance("float32", 5))
+    mixed = np.einsum("bthi,bhio->btho", q, matrix)
+    mixed = mixed / np.sqrt(np.mean(mixed**2, -1, keepdims=True) + 1e-5)
+    expected = mixed.reshape(3, 9, 16) @ np.asarray(layer.out.kernel[...], np.float64)
+    assert_close(out, expected, tolerance("float32", 16))
+
+
+def test_flops_are_the_matmuls_of_one_pass():
+    """Against a sum written out for the official shape: one update, two applications."""
+    model = nnx.eval_shape(lambda: LactNVS(lact_nvs.preset("14"), nnx.Rngs(0)))
+    d, tokens, inputs, view = 768, 4 * 64, 3 * 64, 64
+    fast = 3 * 2 * d * d
+    steps = 3 * 5 * (2 * d * d * 2 * d + d**3)
+    inner = tokens * fast + inputs * (2 * fast // 3 + fast // 3 + fast) + steps
+    layer = tokens * (4 * d * d + 4 * d * d + 8 * d * d + 3 * d + 2 * view * d) + inner
+    expected = 2 * (14 * layer + tokens * 12 * 64 * d + (tokens - inputs) * d * 3 * 64)
+    assert math.isclose(model.flops_per_scene(3, 1, 64, 64), expected, rel_tol=1e-6)
+
+
+def test_errors_name_the_argument():
+    images, cameras, targets = _scene(1, 1, 1)
+    model = nnx.eval_shape(lambda: build(_SMALL))
+    for call, message in (
+        (lambda: model(images[0], cameras, targets), r"images has shape \(1, 8, 8, 3\)"),
+        (lambda: model(images, targets._replace(poses=targets.poses[0]), targets), "cameras have"),
+        (lambda: model(images[:, :, :6], cameras, targets), "6 x 8 pixels is not divisible"),
+        (lambda: dataclasses.replace(_SMALL, variant=7).validate(), "variant=7"),
+        (lambda: dataclasses.replace(_SMALL, num_fast_heads=3).validate(), "num_fast_heads=3"),
+        (lambda: dataclasses.replace(_SMALL, newton_schulz_steps=-1).validate(), "muon_steps=-1"),
+        (lambda: dataclasses.replace(_SMALL, mlp_multiple=0.0).validate(), "mlp_multiple=0.0"),
+        (lambda: lact_nvs.preset("huge"), "name='huge'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()

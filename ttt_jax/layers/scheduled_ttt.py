@@ -1,0 +1,112 @@
+"""A TTT layer whose updates and applications follow an explicit list: LaCT-NVS's layer."""
+
+import dataclasses
+
+import jax
+from flax import nnx
+
+from ttt_jax.inner_loop.api import ttt
+from ttt_jax.inner_loop.spec import InnerLoop, Span
+from ttt_jax.inner_loop.updates import State
+from ttt_jax.layers.fast_weights import FastWeights
+from ttt_jax.layers.linear import Linear, inverse_softplus
+from ttt_jax.layers.rms_norm import RMSNorm, at_least_float32, l2_normalize
+
+_NORM_EPSILON = 1e-5
+_GAIN = 2**0.5  # of the initial fast weights, as for a rectified layer
+
+
+class ScheduledTTT(nnx.Module):
+    """y = rms_norm(ttt(l2(q), l2(k), v)) W_o with q, k, v = silu(x W), over a list of spans.
+
+    Rates are softplus(x W_lr + b + softplus⁻¹(base_rate)), one a token, head and trained matrix,
+    where the inner loop takes them; l2 = x / (‖x‖ + 1e-5) by head. Source: the official
+    `FastWeightGluMLPMultihead` (github.com/a1600012888/LaCT, lact_nvs).
+
+    >>> import jax.numpy as jnp
+    >>> from ttt_jax.inner_loop import presets
+    >>> spec = presets.lact_nvs([(0, 1, True, True)])
+    >>> layer = ScheduledTTT(16, 2, spec, hidden_multiple=1.0, base_rate=0.01, stddev=0.02,
+    ...                      out_stddev=0.02, dtype="float32", rngs=nnx.Rngs(0))
+    >>> y, state = layer(jnp.ones((1, 6, 16)), [Span(0, 4, True, False), Span(0, 6, False, True)])
+    >>> y.shape, state.weights["w1"].shape
+    ((1, 6, 16), (1, 2, 8, 8))
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: int,
+        spec: InnerLoop,
+        *,
+        hidden_multiple: float,
+        base_rate: float,
+        stddev: float,
+        out_stddev: float,
+        dtype: str,
+        rngs: nnx.Rngs,
+    ):
+        """Makes the parameters that the inner loop needs.
+
+        Args:
+          hidden_size: width of the model.
+          heads: fast-weight heads.
+          spec: the inner loop; its order is replaced by that of each call.
+          hidden_multiple: hidden width of the fast network over its head width.
+          base_rate: rate of a token before training.
+          stddev: standard deviation of the initial projections.
+          out_stddev: that of the output projection.
+          dtype: compute dtype.
+          rngs: random streams; "params" is used.
+        """
+        head_dim = hidden_size // heads
+        self.spec, self.heads, self.base_rate, self.dtype = spec, heads, base_rate, dtype
+        self.weights = FastWeights(
+            spec.fast_net,
+            heads,
+            head_dim,
+            int(head_dim * hidden_multiple),
+            low_rank=0,
+            gain=_GAIN,
+            rngs=rngs,
+        )
+        qkv = dict(names=("embed", None, "heads"), stddev=stddev, dtype=dtype, rngs=rngs)
+        self.qkv = Linear(hidden_size, (3, hidden_size), **qkv)
+        out = dict(names=("heads", "embed"), stddev=out_stddev, dtype=dtype, rngs=rngs)
+        self.out = Linear(hidden_size, hidden_size, **out)
+        self.norm = RMSNorm(head_dim, epsilon=_NORM_EPSILON, name="gain")
+        # Rates are computed in float32, as in the official code.
+        rates = dict(names=("embed", "gain", "gain"), stddev=stddev, rngs=rngs, bias=True)
+        rates |= dict(dtype=str(at_least_float32(dtype)))
+        size = (len(spec.trained), heads)
+        per_token = spec.rate == "per_token"
+        self.rate = Linear(hidden_size, size, **rates) if per_token else None
+
+    def __call__(self, x, spans: list[Span], initial_state: State | None = None):
+        """Runs the spans, one after another.
+
+        Args:
+          x: [batch, time, hidden], already normalised.
+          spans: which tokens update the fast weights and to which they are applied; every token
+            is in an applied span, or its output is zero.
+          initial_state: the state to go on from, of an earlier call; None starts from the learned
+            initial weights.
+
+        Returns:
+          ([batch, time, hidden] in the compute dtype, the state after the last span).
+
+        Raises:
+          ValueError: from `ttt_jax.ttt`, for spans that do not fit the tokens.
+        """
+        spec = dataclasses.replace(self.spec, order=tuple(spans))
+        with jax.named_scope("ttt"):
+            qkv = jax.nn.silu(self.qkv(x)).reshape(*x.shape[:2], 3, self.heads, -1)
+            q, k = (l2_normalize(qkv[:, :, i], _NORM_EPSILON) for i in range(2))
+            gates = {}
+            if self.rate is not None:
+                rate = jax.nn.softplus(self.rate(x) + inverse_softplus(self.base_rate))
+                gates["lr"] = rate.mT  # the official order is matrix, then head
+            out, state = ttt(
+                spec, self.weights(), q, k, qkv[:, :, 2], initial_state=initial_state, **gates
+            )
+            return self.out(self.norm(out).reshape(x.shape)), state
