@@ -1,27 +1,38 @@
 """ViTTT's two inner loops: one step on all tokens of an image, then applied to them."""
 
-from ttt_jax.inner_loop.fast_nets import GLU, DepthwiseConv3x3, FastNet
+import dataclasses
+
+from ttt_jax.inner_loop.fast_nets import GLU, DepthwiseConv3x3, FastNet, Linear
 from ttt_jax.inner_loop.losses import DotProduct
 from ttt_jax.inner_loop.spec import InnerLoop
 
 _SCALE = 9**-0.5  # of the official code, for both branches and whatever the head's width
 
 
-def vittt_glu() -> InnerLoop:
+def vittt_glu(variant: int = 0) -> InnerLoop:
     """ViTTT's gated branch: ``f(x) = (x W1) ⊙ silu(x W2)`` after one step on the whole image.
 
     ``L = −9^(−½) · mean_i ⟨f(k_i), v_i⟩`` and ``W ← W − g / (|g| + 1)``, the norm over the input
-    axis. The rate is 1; ``lr``, ``momentum`` and ``forget`` are not used. The paper's variant 1 is
-    ``dataclasses.replace(spec, update="last_layer")``, which freezes ``W2``: a linear attention
-    with a fixed output gate.
+    axis. The rate is 1; ``lr``, ``momentum`` and ``forget`` are not used.
 
-    Source: ViTTT, ``vittt/models/ttt_block.py``.
+    Args:
+      variant: a step of the paper's reduction. 0: as published. 1: ``W2`` is frozen, a linear
+        attention with a fixed output gate. 2: the same, there is no weight norm to remove.
+        3: no gate, ``f(x) = x W``. 4, 5: the same, there are no rates and no momentum. 6: no clip,
+        ``q (W + 9^(−½)/n Σ kᵀ v)``.
+
+    Source: ViTTT, ``vittt/models/ttt_block.py``; *Test-Time Training with KV Binding Is Secretly
+    Linear Attention*, its table of ablations.
 
     Example:
-      >>> vittt_glu().trained
-      ('w1', 'w2')
+      >>> vittt_glu().trained, vittt_glu(1).trained, vittt_glu(6).clip
+      (('w1', 'w2'), ('w1',), False)
     """
-    return _full_batch(GLU())
+    if variant not in range(7):
+        raise ValueError(f"{variant=} must be an integer from 0 (as published) to 6")
+    spec = _full_batch(GLU() if variant < 3 else Linear())
+    update = "all" if variant == 0 else "last_layer"
+    return dataclasses.replace(spec, update=update, clip=variant < 6)
 
 
 def vittt_dwconv(height: int, width: int) -> InnerLoop:

@@ -1,0 +1,105 @@
+"""ViTTT's token mixer: two inner loops on all tokens of an image, a gated one and a local one."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ttt_jax.inner_loop.api import ttt
+from ttt_jax.inner_loop.presets import vittt_dwconv
+from ttt_jax.inner_loop.spec import InnerLoop
+from ttt_jax.layers.fast_weights import FastWeights
+from ttt_jax.layers.flops import inner_loop_flops
+from ttt_jax.layers.linear import Linear
+from ttt_jax.layers.rotary_2d import rotate_2d
+
+
+class VisionTTT(nnx.Module):
+    """o = [ttt_gated(q1, k1, v1), ttt_local(q2, k2, v2)] W_o,  (q, k, v) = x W_qkv + b.
+
+    The first `hidden_size` channels of q, k and v are heads of a gated fast network, the last
+    `hidden_size / heads` the channels of a fast 3×3 depthwise convolution. Both learn from all
+    tokens in one step and are then read at all tokens (ViTTT, arXiv 2512.01643, section 4).
+
+    >>> from ttt_jax.inner_loop.presets import vittt_glu
+    >>> mixer = VisionTTT(16, 2, spec=vittt_glu(), rotary=False, stddev=0.02, dtype="float32",
+    ...                   mode="auto", rngs=nnx.Rngs(0))
+    >>> mixer(jnp.ones((2, 3, 4, 16))).shape
+    (2, 3, 4, 16)
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: int,
+        *,
+        spec: InnerLoop,
+        rotary: bool,
+        stddev: float,
+        dtype: str,
+        mode: str,
+        rngs: nnx.Rngs,
+    ):
+        """Makes projections and initial fast weights, normal; biases are zero.
+
+        Args:
+          hidden_size: width of the model.
+          heads: heads of the gated branch; divides the width.
+          spec: inner loop of the gated branch, from `presets.vittt_glu`.
+          rotary: rotary positions of rows and columns on the gated branch's queries and keys.
+          stddev: standard deviation of the initial weights, slow and fast.
+          dtype: compute dtype; the fast weights are float32 whatever it is.
+          mode: of `ttt_jax.ttt`: "auto", "recurrent" or "parallel".
+          rngs: random streams; "params" is used.
+        """
+        head_dim = hidden_size // heads
+        self.heads, self.spec, self.mode = heads, spec, mode
+        self.rotary, self.dtype = rotary, dtype
+        joined = hidden_size + head_dim
+        options = dict(stddev=stddev, dtype=dtype, bias=True, rngs=rngs)
+        self.qkv = Linear(hidden_size, (3, joined), names=("embed", None, "heads"), **options)
+        self.out = Linear(joined, hidden_size, names=("heads", "embed"), **options)
+        self.gated = FastWeights(
+            spec.fast_net, heads, head_dim, head_dim,
+            low_rank=0, gain=stddev * head_dim**0.5, rngs=rngs,
+        )  # fmt: skip
+        local = vittt_dwconv(1, 1).fast_net
+        self.local = FastWeights(local, head_dim, 1, 1, low_rank=0, gain=stddev * 3, rngs=rngs)
+
+    def __call__(self, x):
+        """Mixes the tokens of each image.
+
+        Args:
+          x: [batch, height, width, hidden_size].
+
+        Returns:
+          Same shape, in the compute dtype.
+        """
+        batch, height, width, hidden = x.shape
+        with jax.named_scope("vision_ttt"):
+            q, k, v = jnp.moveaxis(self.qkv(x), 3, 0)
+            gated = [y[..., :hidden] for y in (q, k, v)]
+            if self.rotary:
+                gated[:2] = [rotate_2d(y) for y in gated[:2]]
+            gated = [y.reshape(batch, height * width, self.heads, -1) for y in gated]
+            local = [y[..., hidden:].reshape(batch, height * width, -1, 1) for y in (q, k, v)]
+            first, _ = ttt(self.spec, self.gated(), *gated, mode=self.mode)
+            second, _ = ttt(vittt_dwconv(height, width), self.local(), *local, mode=self.mode)
+            joined = [y.reshape(batch, height, width, -1) for y in (first, second)]
+            return self.out(jnp.concatenate(joined, axis=-1))
+
+    def flops(self, height: int, width: int) -> float:
+        """Matmul FLOPs of one image, forward.
+
+        Args:
+          height: rows of tokens.
+          width: their columns.
+
+        Returns:
+          2 FLOPs a multiply-add of the projections and of both inner loops.
+        """
+        tokens = height * width
+        hidden, _, joined = self.qkv.kernel.shape[-3:]
+        head_dim = joined - hidden
+        inner = inner_loop_flops(self.spec, self.heads, head_dim, head_dim, tokens)
+        inner += inner_loop_flops(vittt_dwconv(height, width), head_dim, 1, 1, tokens)
+        return tokens * (2 * 4 * hidden * joined + inner)
