@@ -2,17 +2,28 @@
 
 from flax import nnx
 
+from ttt_jax.models.h_vittt import HViTTT, HViTTTConfig
 from ttt_jax.models.lact_llm import LactLLM, LactLLMConfig
+from ttt_jax.models.lact_nvs import LactNVS, LactNVSConfig
 from ttt_jax.models.transformer import Transformer, TransformerConfig
+from ttt_jax.models.vit import ViT, ViTConfig
+from ttt_jax.models.vittt import ViTTT, ViTTTConfig
 
-_MODELS = {LactLLMConfig: LactLLM, TransformerConfig: Transformer}
+_MODELS = {
+    HViTTTConfig: HViTTT,
+    LactLLMConfig: LactLLM,
+    LactNVSConfig: LactNVS,
+    TransformerConfig: Transformer,
+    ViTConfig: ViT,
+    ViTTTConfig: ViTTT,
+}
 
 
 def build(model_config, rngs: nnx.Rngs | None = None) -> nnx.Module:
     """Makes the model of a configuration.
 
     Args:
-      model_config: a `LactLLMConfig` or a `TransformerConfig`.
+      model_config: a configuration of one of the models here.
       rngs: random streams for the parameters; `nnx.Rngs(0)` if None.
 
     Returns:
@@ -31,4 +42,18 @@ def build(model_config, rngs: nnx.Rngs | None = None) -> nnx.Module:
     return _MODELS[type(model_config)](model_config, nnx.Rngs(0) if rngs is None else rngs)
 
 
-__all__ = ["LactLLM", "LactLLMConfig", "Transformer", "TransformerConfig", "build"]
+__all__ = [
+    "HViTTT",
+    "HViTTTConfig",
+    "LactLLM",
+    "LactLLMConfig",
+    "LactNVS",
+    "LactNVSConfig",
+    "Transformer",
+    "TransformerConfig",
+    "ViT",
+    "ViTConfig",
+    "ViTTT",
+    "ViTTTConfig",
+    "build",
+]

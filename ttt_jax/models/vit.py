@@ -132,7 +132,7 @@ class ViT(VisionModel):
 
     >>> model = nnx.eval_shape(lambda: ViT(preset("b"), nnx.Rngs(0)))
     >>> f"{model.num_params():,} parameters, {model.flops_per_image() / 2e9:.2f}G multiply-adds"
-    '86,507,752 parameters, 17.45G multiply-adds'
+    '86,507,752 parameters, 17.47G multiply-adds'
     """
 
     @staticmethod
