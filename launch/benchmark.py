@@ -7,12 +7,15 @@ Without --size the shapes are LaCT-760M's on a Hopper GPU and small ones anywher
 """
 
 import dataclasses
+import pathlib
 import sys
 from collections.abc import Sequence
 
 from absl import app, flags
 
-from ttt_jax.benchmark import suites, tables
+from ttt_jax import tables
+from ttt_jax.benchmark import suites
+from ttt_jax.benchmark.plot import plot
 
 _SUITE = flags.DEFINE_list("suite", list(suites.SUITES), "suites to run, comma separated")
 _SIZE = flags.DEFINE_enum("size", None, sorted(suites.SIZES), "shapes")
@@ -47,6 +50,7 @@ def main(argv: Sequence[str]) -> None:
         print(tables.text(rows), flush=True)
         if _OUT.value and rows:
             tables.save(rows, _OUT.value, suite, title)
+            plot(rows, pathlib.Path(_OUT.value) / f"{suite}.png", title)
 
 
 def cli() -> None:

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from ttt_jax.benchmark import suites, tables, timing
+from ttt_jax import tables
+from ttt_jax.benchmark import suites, timing
 
 SIZE = suites.Size(96, 1, 8, 16, ((1, 8),), ((2, 16),), "float32")
 OPTIONS = suites.Options(size=SIZE, seconds=1e-3, batches=2, variants=(0, 6))

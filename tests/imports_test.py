@@ -11,7 +11,8 @@ _ROOT = pathlib.Path(__file__).parent.parent
 
 # A module of ttt_jax imports modules of the groups before its own, and of its own folder.
 _ORDER = (
-    {"array_types", "config", "config_files", "config_images", "config_views", "sharding"},
+    {"array_types", "config", "config_files", "config_images", "config_views"}
+    | {"sharding", "tables"},
     {"inner_loop"},
     {"layers"},
     {"models"},

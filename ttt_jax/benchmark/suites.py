@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 import ttt_jax
-from ttt_jax.benchmark.tables import Row
 from ttt_jax.benchmark.timing import Timing, measure
+from ttt_jax.tables import Row
 from ttt_kernels import compat, linear_attention, newton_schulz
 from ttt_kernels.newton_schulz import LACT_COEFFICIENTS
 

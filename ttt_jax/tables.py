@@ -1,4 +1,4 @@
-"""Tables of benchmark rows: aligned text, CSV, Markdown and a plot."""
+"""Tables: aligned text, CSV and Markdown."""
 
 from __future__ import annotations
 
@@ -48,7 +48,13 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def save(rows: Sequence[Row], folder: str | pathlib.Path, name: str, title: str) -> None:
-    """Writes `name.csv`, `name.md` and, where matplotlib is installed, `name.png` into `folder`.
+    """Writes `name.csv` and `name.md` into `folder`.
+
+    Args:
+      rows: the table, at least one row.
+      folder: where to write; made where it is missing.
+      name: of the files.
+      title: the first line of the Markdown.
 
     Raises:
       OSError: the folder cannot be made or written.
@@ -60,28 +66,3 @@ def save(rows: Sequence[Row], folder: str | pathlib.Path, name: str, title: str)
         writer.writeheader()
         writer.writerows(rows)
     (folder / f"{name}.md").write_text(f"{title}\n\n{markdown(rows)}\n")
-    _plot(rows, folder / f"{name}.png", title)
-
-
-def _plot(rows: Sequence[Row], path: pathlib.Path, title: str) -> None:
-    """Bars of tokens a second, or of milliseconds where a suite has no tokens."""
-    try:
-        import matplotlib
-    except ImportError:
-        return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    value = "Mtok/s" if "Mtok/s" in rows[0] else "ms"
-    rows = [row for row in rows if row[value] is not None]
-    if not rows:
-        return
-    labels = [" ".join(str(row[c]) for c in ("case", "implementation", "pass")) for row in rows]
-    figure, axes = pyplot.subplots(figsize=(8, 1 + 0.25 * len(rows)))
-    axes.barh(labels, [row[value] for row in rows])
-    axes.invert_yaxis()
-    axes.set_xlabel(value)
-    axes.set_title(title, fontsize="small")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
