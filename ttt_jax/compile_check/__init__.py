@@ -1,0 +1,1 @@
+"""Compiling a step for devices that are not there, and reading what the compiler made of it."""
