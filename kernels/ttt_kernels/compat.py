@@ -1,6 +1,6 @@
 """The one place that knows JAX versions, backends and interpreters.
 
-Kernels import Pallas' Mosaic GPU module, its interpreter and its version differences from here
+Kernels import Pallas' Mosaic modules, their interpreters and their version differences from here
 and from nowhere else. Supported: jax 0.10.2 to 0.12.x.
 """
 
@@ -10,6 +10,7 @@ import functools
 import importlib
 
 import jax
+from jax.experimental import pallas as pl
 
 JAX_VERSION: tuple[int, ...] = tuple(int(part) for part in jax.__version__.split(".")[:3])
 """Version of the installed JAX, for example (0, 11, 2)."""
@@ -107,3 +108,79 @@ def gpu_kernel(body, *, interpret=None, **arguments):
     plgpu = mosaic_gpu()
     params = plgpu.CompilerParams(approx_math=True)
     return plgpu.kernel(body, compiler_params=params, interpret=interpret, **arguments)
+
+
+@functools.cache
+def mosaic_tpu():
+    """Pallas' TPU module, `pltpu`.
+
+    >>> mosaic_tpu().__name__
+    'jax.experimental.pallas.tpu'
+    """
+    return importlib.import_module("jax.experimental.pallas.tpu")
+
+
+def tpu_problem() -> str | None:
+    """Why the Mosaic TPU kernels cannot run in the program being traced, or None when they can."""
+    platform = target_platform()
+    return None if platform == "tpu" else f"the program is for a {platform.upper()}, not a TPU"
+
+
+def tpu_interpret_params(detect_races: bool = True, seed: int = 0, cores: int = 1):
+    """Parameters that make a TPU kernel run in JAX's TPU interpreter on a CPU.
+
+    Args:
+      detect_races: reports races: by `tpu_races_found`, and where JAX can (0.12) by raising.
+      seed: of the random order in which parallel grid points run.
+      cores: simulated cores, over which parallel axes are split.
+    """
+    return mosaic_tpu().InterpretParams(
+        detect_races=detect_races, random_seed=seed, num_cores_or_threads=cores
+    )
+
+
+def tpu_races_found() -> bool:
+    """Whether the last kernel that ran in the TPU interpreter had a race."""
+    module = importlib.import_module("jax._src.pallas.mosaic.interpret.interpret_pallas_call")
+    races = module.races
+    return races is not None and races.races_found
+
+
+def reset_tpu_interpreter() -> None:
+    """Clears the TPU interpreter after an error inside a kernel; later runs fail without it."""
+    mosaic_tpu().reset_tpu_interpret_mode_state()
+
+
+# What a v5p has, the least of v5e, v5p and v6e, but for what the compiler keeps for itself.
+TPU_VMEM_BYTES = 63 * 2**20
+# Kernels that need more than this ask the compiler for it; its own limit is 16 MiB on a v5e.
+_TPU_DEFAULT_VMEM_BYTES = 12 * 2**20
+
+
+def tpu_kernel(body, *, name: str, semantics, vmem_bytes: int, interpret=None, **arguments):
+    """`pl.pallas_call(body, ...)` for TPUs; a call of the result launches the kernel.
+
+    Args:
+      body: the kernel.
+      name: of the kernel in compiled programs and profiles.
+      semantics: "parallel" or "arbitrary" for each axis of the grid.
+      vmem_bytes: estimate of the on-chip memory needed.
+      interpret: None, or what `tpu_interpret_params` returns.
+      **arguments: as of `pl.pallas_call`.
+    """
+    limit = None
+    if vmem_bytes > _TPU_DEFAULT_VMEM_BYTES:
+        limit = min(TPU_VMEM_BYTES, max(2 * vmem_bytes, 16 * 2**20))
+    params = mosaic_tpu().CompilerParams(
+        dimension_semantics=tuple(semantics), vmem_limit_bytes=limit
+    )
+    call = pl.pallas_call(
+        body, name=name, compiler_params=params, interpret=interpret or False, **arguments
+    )
+
+    def launch(*operands):
+        # 64-bit literals in index maps do not compile for TPUs.
+        with jax.enable_x64(False):
+            return call(*operands)
+
+    return launch

@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 
 from ttt_kernels import compat
-from ttt_kernels.linear_attention import mosaic_gpu, reference, shapes, xla
+from ttt_kernels.linear_attention import mosaic_gpu, mosaic_tpu, reference, shapes, xla
 
-Implementation = Literal["reference", "xla", "mosaic_gpu"]
+Implementation = Literal["reference", "xla", "mosaic_gpu", "mosaic_tpu"]
 _IMPLEMENTATIONS = {
     "reference": reference.linear_attention,
     "xla": xla.linear_attention,
     "mosaic_gpu": mosaic_gpu.linear_attention,
+    "mosaic_tpu": mosaic_tpu.linear_attention,
 }
 _logger = logging.getLogger("ttt_kernels")
 
@@ -55,9 +56,10 @@ def linear_attention(
       chunk_size: tokens a chunk, >= 1; with causal="chunk" only.
       include_current_chunk: whether a chunk sees itself whole; with causal="chunk" only.
       implementation: "reference" (token by token), "xla" (chunked products, any device),
-        "mosaic_gpu" (kernels for Hopper GPUs: bfloat16, causal by token, dims up to 256), or
-        None, which picks the fastest that runs here and logs the choice once. A named
-        implementation never falls back.
+        "mosaic_gpu" (kernels for Hopper GPUs: bfloat16, causal by token, dims up to 256),
+        "mosaic_tpu" (kernels for TPUs: bfloat16 or float32, causal by token), or None, which
+        picks the fastest that runs here and logs the choice once. A named implementation never
+        falls back.
 
     Returns:
       (out, final_state): out [batch, time, heads, value_dim] in the inputs' dtype; final_state
@@ -85,22 +87,37 @@ def linear_attention(
         )
     dtype = jnp.result_type(q, k, v)
     q, k, v = q.astype(dtype), k.astype(dtype), v.astype(dtype)
-    problem = mosaic_gpu.unsupported(q, v, causal) or compat.hopper_problem()
+    problems = {
+        "mosaic_gpu": mosaic_gpu.unsupported(q, v, causal) or compat.hopper_problem(),
+        "mosaic_tpu": mosaic_tpu.unsupported(q, v, causal) or compat.tpu_problem(),
+    }
     if implementation is None:
-        # Gradients of slow decays were off by 2e-2 when last measured on a chip; what
-        # was mended since ran in the interpreter alone: decays take the kernels by name only.
-        reason = problem or ("log_decay is given" if log_decay is not None else None)
-        implementation = "xla" if reason else "mosaic_gpu"
-        _log_choice(implementation, reason or "the arguments and the device suit its kernels")
-    if implementation == "mosaic_gpu" and problem:
+        implementation, reason = _choose(problems, decays=log_decay is not None)
+        _log_choice(implementation, reason)
+    problem = problems.get(implementation)
+    if problem:
         raise NotImplementedError(
-            f"implementation='mosaic_gpu' cannot run here: {problem}; implementation='xla' can"
+            f"implementation={implementation!r} cannot run here: {problem}; "
+            "implementation='xla' can"
         )
     with jax.named_scope(f"linear_attention_{implementation}"):
         return _IMPLEMENTATIONS[implementation](
             q, k, v, log_decay=log_decay, initial_state=initial_state, segment_ids=segment_ids,
             causal=causal, chunk_size=chunk_size, include_current_chunk=include_current_chunk,
         )
+
+
+def _choose(problems: dict[str, str | None], decays: bool) -> tuple[str, str]:
+    """The fastest implementation that runs here, and why it was taken."""
+    backend = "mosaic_tpu" if compat.target_platform() == "tpu" else "mosaic_gpu"
+    reason = problems[backend]
+    if backend == "mosaic_gpu" and decays:
+        # Gradients of slow decays were off by 2e-2 when last measured on a chip; what
+        # was mended since ran in the interpreter alone: decays take the kernels by name only.
+        reason = reason or "log_decay is given"
+    if reason:
+        return "xla", reason
+    return backend, "the arguments and the device suit its kernels"
 
 
 @functools.cache

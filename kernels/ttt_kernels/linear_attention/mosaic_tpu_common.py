@@ -1,0 +1,171 @@
+"""What the Mosaic TPU kernels of linear attention share: operands, their blocks, decays, products.
+
+Axes: g = heads of a grid point, c = tokens of a block, n = blocks. The grid is (batch, groups of
+heads, blocks); `order` maps its last axis to the block, so that a backward pass walks in reverse.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ttt_kernels.linear_attention import decay as decays
+from ttt_kernels.linear_attention.mosaic_tpu_tiling import Tiling
+
+ROWS, COLUMNS = 0, 1
+"""The axis of an operand over which `dot` sums."""
+
+
+class Inputs(NamedTuple):
+    """Operands of every kernel here; inside one, the references to their blocks."""
+
+    q: jax.Array  # [batch, time, heads · key_dim]
+    k: jax.Array  # [batch, time, heads · key_dim]
+    v: jax.Array  # [batch, time, heads · value_dim]
+    valid: jax.Array | None  # [batch or 1, 1, n · c] int32, 0 where a token is padding
+    sums: jax.Array | None  # [batch, heads, 2, n · c], `decays.LogSum` from each block's start
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """Sizes of one call and its tiling, all static."""
+
+    tiling: Tiling
+    batch: int
+    length: int
+    heads: int
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a row, the last one possibly partial."""
+        return pl.cdiv(self.length, self.tiling.block)
+
+    @property
+    def groups(self) -> int:
+        """Groups of heads."""
+        return self.heads // self.tiling.heads_per_block
+
+    def token_spec(self, dim: int, order: Callable) -> pl.BlockSpec:
+        """A block of q, k, v or an output of `dim` channels a head."""
+        tiling = self.tiling
+        shape = (1, tiling.block, tiling.heads_per_block * dim)
+        return pl.BlockSpec(shape, lambda b, g, t: (b, order(t), g))
+
+    def state_spec(self) -> pl.BlockSpec:
+        """The states of a group of heads, the same for all of its blocks."""
+        tiling = self.tiling
+        shape = (1, tiling.heads_per_block, tiling.key_dim, tiling.value_dim)
+        return pl.BlockSpec(shape, lambda b, g, t: (b, g, 0, 0))
+
+    def states_spec(self, order: Callable) -> pl.BlockSpec:
+        """The states of a group of heads, one for each value of `order`."""
+        tiling = self.tiling
+        shape = (1, tiling.heads_per_block, 1, tiling.key_dim, tiling.value_dim)
+        return pl.BlockSpec(shape, lambda b, g, t: (b, g, order(t), 0, 0))
+
+    def vector_spec(self, vectors: int, order: Callable) -> pl.BlockSpec:
+        """A block of `[batch, heads, vectors, time]`."""
+        shape = (1, self.tiling.heads_per_block, vectors, self.tiling.block)
+        return pl.BlockSpec(shape, lambda b, g, t: (b, g, 0, order(t)))
+
+    def input_specs(self, x: Inputs, order: Callable, key_order: Callable | None = None) -> Inputs:
+        """Blocks of all inputs; `key_order` places those of k, v and the decays elsewhere."""
+        key_order = key_order or order
+        valid = sums = None
+        if x.valid is not None:
+            rows = x.valid.shape[0]
+            valid = pl.BlockSpec(
+                (1, 1, self.tiling.block), lambda b, g, t: (b if rows > 1 else 0, 0, order(t))
+            )
+        if x.sums is not None:
+            sums = self.vector_spec(2, key_order)
+        return Inputs(
+            self.token_spec(self.tiling.key_dim, order),
+            self.token_spec(self.tiling.key_dim, key_order),
+            self.token_spec(self.tiling.value_dim, key_order),
+            valid, sums,
+        )  # fmt: skip
+
+    def cost(self, operands, results, products: int) -> pl.CostEstimate:
+        """What XLA's cost analysis is to count: `products` multiplications and every byte once."""
+        arrays = jax.tree.leaves((operands, results))
+        exponentials = self.batch * self.heads * self.blocks * self.tiling.block**2
+        return pl.CostEstimate(
+            flops=2 * products,
+            bytes_accessed=sum(x.size * x.dtype.itemsize for x in arrays),
+            transcendentals=exponentials if operands[0].sums is not None else 0,
+        )
+
+
+def forwards(t):
+    """Block of step `t` where a row is walked from its start."""
+    return t
+
+
+def dot(a: jax.Array, b: jax.Array, over_a: int, over_b: int) -> jax.Array:
+    """Sum over one axis of each matrix, accumulated in float32.
+
+    bfloat16 operands are multiplied as they are; float32 ones in full precision, not in the
+    chip's default of bfloat16 passes.
+    """
+    exact = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    return lax.dot_general(
+        a, b, (((over_a,), (over_b,)), ((), ())), precision=exact,
+        preferred_element_type=jnp.float32,
+    )  # fmt: skip
+
+
+def read_tokens(ref, head: int, dim: int, valid: jax.Array | None) -> jax.Array:
+    """The tokens of one head, zero where not `valid` (memory there may hold NaN), [c, dim]."""
+    x = ref[0, :, head * dim : (head + 1) * dim]
+    if valid is None:
+        return x
+    return jnp.where(valid, x.astype(jnp.float32), 0).astype(x.dtype)
+
+
+def read_valid(x: Inputs) -> jax.Array | None:
+    """Which tokens of the block are real, [c, 1] bool, or None for all."""
+    return None if x.valid is None else x.valid[0, 0, :][:, None] > 0
+
+
+class BlockDecay(NamedTuple):
+    """The decays of one head's block, all float32; None where nothing decays."""
+
+    between: jax.Array | None  # [c, c] from the column's token to the row's, 0 where it is later
+    from_start: jax.Array | None  # [c, 1], from the block's start to each token
+    to_end: jax.Array | None  # [c, 1], from each token to the block's end
+    whole: jax.Array | None  # [1, 1], of the whole block
+
+
+def lower_triangle(block: int) -> jax.Array:
+    """True where the column's token is not later than the row's, [c, c] bool."""
+    shape = (block, block)
+    return lax.broadcasted_iota(jnp.int32, shape, 0) >= lax.broadcasted_iota(jnp.int32, shape, 1)
+
+
+def read_decay(x: Inputs, head: int, block: int, between: bool = True) -> BlockDecay:
+    """The decays of one head; without `between`, its matrix is left out."""
+    mask = lower_triangle(block) if between else None
+    if x.sums is None:
+        matrix = mask.astype(jnp.float32) if between else None
+        return BlockDecay(matrix, None, None, None)
+    row = decays.LogSum(x.sums[0, head, 0:1, :], x.sums[0, head, 1:2, :])
+    column = decays.LogSum(x.sums[0, head, 0, :][:, None], x.sums[0, head, 1, :][:, None])
+    last = row.map(lambda y: y[:, block - 1 :])
+    return BlockDecay(
+        decays.masked_factor(column, row, mask) if between else None,
+        decays.factor(column),
+        decays.factor(last, column),
+        decays.factor(last),
+    )
+
+
+def scaled(x: jax.Array, factor: jax.Array | None) -> jax.Array:
+    """`x` times a factor a row, in `x`'s dtype; `x` itself without one."""
+    return x if factor is None else (x.astype(jnp.float32) * factor).astype(x.dtype)
