@@ -21,7 +21,7 @@ _ORDER = (
     {"train_step"},
     {"tasks"},
     {"checkpoint"},
-    {"compile_check", "evaluate", "generate"},
+    {"compile_check", "convert", "evaluate", "generate"},
     {"train"},
     {"benchmark", "experiments"},
     {"configs", "launch"},

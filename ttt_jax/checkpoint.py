@@ -212,7 +212,9 @@ class Checkpoints:
         for step in reversed(steps):
             found = self._try_load(step, _parts(abstract), abstract)
             if found is not None:
-                data.set_state(found.pop("metadata")["data"])
+                position = found.pop("metadata")["data"]
+                if position is not None:  # None: converted weights, no data read yet
+                    data.set_state(position)
                 return found.pop("rest")._replace(**found)
             self._set_aside(step)
         if steps:

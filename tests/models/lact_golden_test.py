@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.models import official_names
+from ttt_jax.convert import lact_llm
+from ttt_jax.convert.tables import from_official, to_official
 from ttt_jax.layers.mixers import TokenInfo
 from ttt_jax.layers.rotary import rotary_tables
 from ttt_jax.models import LactLLM, LactLLMConfig, build
@@ -28,27 +29,13 @@ def _load(name):
 
 
 def _config(hyper, dtype, **overrides):
-    fields = dict(
-        vocab_size=hyper.get("vocab_size", 8),
-        hidden_size=hyper["hidden_size"],
-        num_layers=hyper.get("num_hidden_layers", 1),
-        num_attention_heads=hyper["num_attn_heads"],
-        intermediate_size=hyper.get("intermediate_size", 8),
-        window_size=hyper["window_size"],
-        rope_theta=hyper["rope_theta"],
-        qk_norm=hyper["attn_qk_norm"],
-        num_fast_heads=hyper["num_lact_heads"],
-        chunk_size=hyper["lact_chunk_size"],
-        low_rank=max(hyper.get("w0_w2_low_rank", -1), 0),
-        weight_norm="pre" if hyper["ttt_prenorm"] else "post",
-        use_momentum=hyper["use_momentum"],
-        use_newton_schulz=hyper["use_muon"],
-        silu_values=not hyper.get("no_v_silu", False),
-        fast_rotary=not hyper["ttt_nope"],
-        learned_scale=hyper["learnable_ttt_scale"],
-        dtype=dtype,
-    )
-    return LactLLMConfig(**fields | overrides)
+    return LactLLMConfig(**lact_llm.config_fields(hyper) | dict(dtype=dtype) | overrides)
+
+
+def _load_params(table, params, module, dtype):
+    shapes = nnx.to_pure_dict(nnx.state(module))
+    found = from_official(table, params, shapes)
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype), found)
 
 
 def _check(name, value, reference, tolerances, dtype):
@@ -91,8 +78,8 @@ def test_layer_equals_the_official_one(case, dtype):
     with jax.enable_x64(dtype == "float64"):
         config = _config(meta["hyper"], dtype, mode="recurrent")
         layer = nnx.eval_shape(lambda: LactLLM.make_mixer(config, nnx.Rngs(0)))
-        entries = official_names.layer_entries(config.num_fast_heads)
-        state = official_names.load(layer, entries, params, dtype)
+        table = lact_llm.layer_table(config.num_fast_heads)
+        state = _load_params(table, params, layer, dtype)
         x = jnp.asarray(arrays["in/x"], dtype)
         positions = jnp.arange(x.shape[1])[None]
         head_dim = config.hidden_size // config.num_attention_heads
@@ -109,8 +96,7 @@ def test_layer_equals_the_official_one(case, dtype):
             assert value.dtype == dtype
             key = f"{tag}/{key}"
             _check(key, value, arrays[key], meta["arrays"][key]["tol"], "float64")
-        gradients = official_names.official_gradients(gradients, entries, params)
-        _check_gradients(gradients, arrays, meta, dtype)
+        _check_gradients(to_official(table, gradients), arrays, meta, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -119,8 +105,8 @@ def test_language_model_equals_the_official_one(dtype):
     with jax.enable_x64(dtype == "float64"):
         config = _config(meta["hyper"], dtype, scan_layers=False, mode="recurrent")
         model = nnx.eval_shape(lambda: build(config))
-        entries = official_names.model_entries(config.num_layers, config.num_fast_heads)
-        state = official_names.load(model, entries, params, dtype)
+        table = lact_llm.table(config)
+        state = _load_params(table, params, model, dtype)
         tokens = jnp.asarray(arrays["in/input_ids"], jnp.int32)
         labels = arrays["in/labels"][:, 1:]
         weights = labels != -100
@@ -139,5 +125,4 @@ def test_language_model_equals_the_official_one(dtype):
             assert result.dtype == dtype
             key = f"{tag}/{key}"
             _check(key, result, arrays[key], meta["arrays"][key]["tol"], "float64")
-        gradients = official_names.official_gradients(gradients, entries, params)
-        _check_gradients(gradients, arrays, meta, dtype)
+        _check_gradients(to_official(table, gradients), arrays, meta, dtype)

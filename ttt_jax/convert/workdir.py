@@ -1,0 +1,186 @@
+"""Official weights into the workdir of a run, and a run's parameters back into official files.
+
+A converted workdir is a run at step 0: evaluation and generation read it like any other, and
+training goes on from its weights with a fresh optimizer at the beginning of the data.
+"""
+
+import dataclasses
+import os
+import pathlib
+import shutil
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from ttt_jax import checkpoint, models, sharding
+from ttt_jax.convert import files, lact_llm
+from ttt_jax.convert.tables import flatten, from_official, to_official, unflatten
+from ttt_jax.models.decoder import stack_layers, unstack_layers
+from ttt_jax.models.lact_llm import LactLLMConfig
+from ttt_jax.train_step import Trainee, TrainState, abstract_params, make_trainee
+
+DTYPES = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+}
+_TABLES = {LactLLMConfig: lact_llm}
+
+
+def import_weights(
+    config: Any, official: str | os.PathLike[str], workdir: str | os.PathLike[str]
+) -> int:
+    """Makes a workdir from official weights; nothing is written unless every tensor fits.
+
+    Args:
+      config: a `ttt_jax.config.Config` whose model is of a kind with official weights. The fields
+        that a ``config.json`` beside the weights decides are taken from there.
+      official: a Hugging Face folder, or a ``.safetensors``, ``.pt`` or ``.pth`` file.
+      workdir: a folder that does not exist yet, or is empty.
+
+    Returns:
+      How many numbers were converted.
+
+    Raises:
+      ValueError: a tensor does not fit; the message names it and both shapes. Or the
+        configuration breaks a rule, or ``workdir`` is not empty.
+    """
+    target = pathlib.Path(workdir)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"workdir={str(workdir)!r} is not empty; give another --workdir")
+    table = _table_of(config.model)
+    hyper = files.read_config(official)
+    if hyper is not None and table is lact_llm:
+        for name, value in lact_llm.config_fields(hyper).items():
+            setattr(config.model, name, value)
+    config.validate()
+    params, buffers = load(config.model, files.read_tensors(official))
+    state = _fresh_state(config, params, buffers)
+    draft = target.with_name(f".{target.name}.incomplete-{os.getpid()}")
+    draft.mkdir(parents=True)
+    try:
+        checkpoints = checkpoint.Checkpoints(draft, keep=config.train.keep)
+        checkpoints.save(0, state, _Beginning(), config)
+        checkpoints.close()
+        checkpoint.write_config(draft, config)
+        if target.exists():
+            target.rmdir()
+        draft.rename(target)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return sum(leaf.size for leaf in jax.tree.leaves((params, buffers)))
+
+
+def export_weights(
+    workdir: str | os.PathLike[str],
+    official: str | os.PathLike[str],
+    step: int | None = None,
+    dtype: str = "float32",
+) -> int:
+    """Writes a run's parameters under the names and in the layouts of the official code.
+
+    Args:
+      workdir: the run's folder.
+      official: a file by its suffix (``.safetensors``, ``.pt``, ``.pth``), or for a language model
+        a folder in Hugging Face's form, with ``config.json``; nothing is there yet.
+      step: the checkpoint's step; ``None`` takes the newest.
+      dtype: of the written tensors: "float32", "bfloat16" or "float16".
+
+    Returns:
+      How many tensors were written.
+
+    Raises:
+      ValueError: the official code has no such model or the file exists.
+      CheckpointError: ``workdir`` holds no readable checkpoint.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"{dtype=}: use one of {tuple(DTYPES)}")
+    loaded = checkpoint.load_arrays(workdir, step)
+    model = loaded.config.model
+    hyper = lact_llm.official_config(model) if _table_of(model) is lact_llm else None
+    tensors = {
+        name: array.astype(DTYPES[dtype]) if array.dtype.kind == "f" else array
+        for name, array in save(model, loaded.params, loaded.buffers).items()
+    }
+    if hyper is not None:
+        hyper["torch_dtype"] = dtype
+    files.write_tensors(official, tensors, hyper)
+    return len(tensors)
+
+
+def load(model_config: Any, tensors: dict[str, np.ndarray]) -> tuple[dict, dict]:
+    """Parameters and running statistics of a model from official tensors.
+
+    Args:
+      model_config: the model's configuration.
+      tensors: official name to array.
+
+    Returns:
+      Two nested dicts of NumPy arrays, as of `nnx.to_pure_dict`.
+
+    Raises:
+      ValueError: a tensor does not fit, see `tables.from_official`.
+    """
+    module, scanned = _table_of(model_config), getattr(model_config, "scan_layers", False)
+    flat_config = dataclasses.replace(model_config, scan_layers=False) if scanned else model_config
+    _, params, buffers, _ = abstract_params(flat_config, sharding.make_mesh(), models.build)
+    found = from_official(
+        module.table(model_config),
+        tensors,
+        unflatten(dict(flatten(params) + flatten(buffers))),
+        lambda name: module.ignored(model_config, name),
+    )
+    leaves = dict(flatten(found))
+    picked = [unflatten({path: leaves[path] for path, _ in flatten(x)}) for x in (params, buffers)]
+    return (stack_layers(picked[0]) if scanned else picked[0]), picked[1]
+
+
+def save(model_config: Any, params: dict, buffers: dict) -> dict[str, np.ndarray]:
+    """Official tensors of a model's parameters and running statistics; the inverse of `load`."""
+    if getattr(model_config, "scan_layers", False):
+        params = unstack_layers(params)
+    merged = unflatten(dict(flatten(params) + flatten(buffers)))
+    return to_official(_table_of(model_config).table(model_config), merged)
+
+
+def _table_of(model_config: Any):
+    """The module with ``table`` and ``ignored`` for a kind of model."""
+    if type(model_config) not in _TABLES:
+        known = ", ".join(kind.__name__ for kind in _TABLES)
+        raise ValueError(
+            f"config.model is a {type(model_config).__name__}: official weights exist for {known}"
+        )
+    return _TABLES[type(model_config)]
+
+
+class _Beginning:
+    """Stands for the data of a run that has not read any."""
+
+    def get_state(self) -> None:
+        """The position before the first batch."""
+
+
+def _fresh_state(config: Any, params: dict, buffers: dict) -> TrainState:
+    """The state of a run at step 0 with these arrays."""
+    trainee: Trainee = make_trainee(
+        config.model,
+        config.optimizer,
+        config.train.steps,
+        sharding.make_mesh(),
+        averaged=config.train.ema_decay > 0,
+    )
+    placed = jax.device_put(params, trainee.shardings.params)
+    init = jax.jit(trainee.optimizer.init, out_shardings=trainee.shardings.optimizer)
+    zero = jnp.zeros((), jnp.int32)
+    return TrainState(
+        zero,
+        zero,
+        zero,
+        placed,
+        jax.device_put(buffers, trainee.shardings.buffers),
+        jax.tree.map(jnp.copy, placed) if config.train.ema_decay > 0 else {},
+        init(placed),
+    )
