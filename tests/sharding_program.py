@@ -65,10 +65,10 @@ def make_batch():
 class Run:
     """The model on one mesh; no sizes: one device."""
 
-    def __init__(self, model, **sizes):
+    def __init__(self, config, **sizes):
         devices = jax.devices() if sizes else jax.devices()[:1]
         self.mesh = sharding.make_mesh(**sizes, devices=devices)
-        self.whole = train_step.make_trainee(model, OptimizerConfig(warmup_steps=0), 10, self.mesh)
+        self.whole = train_step.make_trainee(config, OptimizerConfig(warmup_steps=0), 10, self.mesh)
         self.batch = sharding.place_batch(
             make_batch(), sharding.batch_sharding(self.mesh, _ROWS // 2)
         )
@@ -110,13 +110,13 @@ class Run:
 
 def main(workdir: str, variant: int) -> None:
     """Compares the meshes with one device, and checkpoints across meshes."""
-    model = model_config(variant)
-    one, result = Run(model), {}
+    config = model_config(variant)
+    one, result = Run(config), {}
     state = one.start()
     gradient = one.gradient(state.params)
     losses, _ = one.losses(state, 2)
     for name, sizes in MESHES.items():
-        run = Run(model, **sizes)
+        run = Run(config, **sizes)
         state = run.start()
         table = state.params["embedding"]["table"]
         part = table.addressable_shards[0].data.size / table.size
@@ -133,7 +133,7 @@ def main(workdir: str, variant: int) -> None:
         }
         if name == "fsdp 8":
             checkpoints = checkpoint.Checkpoints(workdir, keep=2)
-            checkpoints.save(2, state, Position(), Config(model=model))
+            checkpoints.save(2, state, Position(), Config(model=config))
             checkpoints.close()
             expected, _ = run.losses(state, 1)
     for name, other in {"one": one, "data 2, model 4": run}.items():
