@@ -88,7 +88,7 @@ def ttt(
         spec, weights, q, k, v, lr, momentum, forget, segment_ids, initial_state, erase
     )
     channel_gate = delta.has_channel_gate(forget)
-    mode, implementation = _choose(spec, mode, implementation, channel_gate)
+    mode, implementation = choose(spec, mode, implementation, channel_gate)
     tokens = head_major(q, k, v, lr, momentum, forget, erase)
     if spec.query == "key":
         tokens = tokens._replace(q=tokens.k)
@@ -118,7 +118,7 @@ def ttt(
     return jnp.swapaxes(out, 1, 2), state
 
 
-def _choose(
+def choose(
     spec: InnerLoop, mode: Mode, implementation: str | None, channel_gate: bool
 ) -> tuple[str, str | None]:
     """The mode that runs and its implementation; raises where a named one cannot."""

@@ -6,6 +6,7 @@ then prefixes of an associative operation, and the outputs one batched product (
 Updates of the squared loss are affine in the state and compose, too: ``delta`` and ``affine``.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -17,6 +18,9 @@ from ttt_jax.inner_loop.fast_nets import Weights, dense, outer_products
 from ttt_jax.inner_loop.recurrent import finish, read_base
 from ttt_jax.inner_loop.spec import InnerLoop
 from ttt_jax.inner_loop.updates import Slot, State, shape_update, target
+
+# (decay, values, initial), as for ``prefix``, to what the first slot starts from and the prefix.
+Scan = Callable[[jax.Array | None, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 _TRIANGULAR_LIMIT = 128  # chunks up to which a triangular product beats the scan
 
@@ -71,6 +75,7 @@ def run(
     initial: State,
     start: State,
     implementation: str | None = None,
+    scan: Scan | None = None,
 ) -> tuple[jax.Array, State]:
     """As ``recurrent.run``, for a specification without ``obstacles``.
 
@@ -82,22 +87,25 @@ def run(
       start: the state from which a new document starts.
       implementation: of the prefix over chunks: ``"associative_scan"``, ``"triangular"``, or
         ``None`` for the faster one.
+      scan: the prefix itself, where it is not ``prefix`` of the chunks at hand: see ``Scan``.
     """
     if spec.chunk_size is None:
         return recurrent.run(spec, static, chunks, initial, start)
-    base = read_base(spec, static, chunks, initial, start)
-    state, outputs = initial, None
+    state, outputs, before = initial, None, initial
     if chunks.slots is not None:
-        states, momenta = all_states(spec, static, chunks.slots, initial, start, implementation)
+        scan = scan or functools.partial(plain_scan, implementation=implementation)
+        ahead, states, momenta = all_states(spec, static, chunks.slots, initial, start, scan)
         name = spec.fast_net.last
         weights = {name: states[-1]}
         momentum = None if momenta is None else {name: momenta[-1]}
         state = initial._replace(weights=weights, momentum=momentum)
+        before = initial._replace(weights={name: ahead})
         if chunks.reads:
             queries = chunks.slots.q[: chunks.reads]
             gate = spec.fast_net.gate(static, queries)
             outputs = dense(spec.fast_net.features(static, queries), states[: chunks.reads])
             outputs = outputs if gate is None else outputs * gate
+    base = read_base(spec, static, chunks, before, start)
     return chunks.collect(base, outputs), finish(chunks, state, start)
 
 
@@ -107,8 +115,8 @@ def all_states(
     slots: Slot,
     initial: State,
     start: State,
-    implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
+    scan: Scan,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Weights of the last layer, and momentum where there is one, after each slot.
 
     Args:
@@ -117,14 +125,15 @@ def all_states(
       slots: the stacked chunks.
       initial: the state before the first slot.
       start: the state from which a new document starts.
-      implementation: as for ``run``.
+      scan: the prefix over slots.
 
     Returns:
-      Two arrays ``[n, batch, heads, in, out]``; the second is ``None`` without momentum.
+      The weights ahead of the first slot, ``[batch, heads, in, out]``, and two arrays
+      ``[n, batch, heads, in, out]``; the second is ``None`` without momentum.
     """
-    if not spec.loss.state_free:
-        return affine.all_states(spec, static, slots, initial, start)
     name = spec.fast_net.last
+    if not spec.loss.state_free:
+        return initial.weights[name], *affine.all_states(spec, static, slots, initial, start)
     update = _known_gradients(spec, static, slots)
     valid, fresh = _rows(slots.valid), _rows(slots.fresh)
     momenta = None
@@ -134,7 +143,7 @@ def all_states(
         update = jnp.repeat(update, spec.steps, axis=0)
     if spec.momentum is not None:
         decay = _at_steps(spec, slots.momentum, valid, fresh, first_only=False)
-        momenta = prefix(decay, update, initial.momentum[name], implementation)
+        _, momenta = scan(decay, update, initial.momentum[name])
         update = momenta
     moved = shape_update(spec, update, slots.k.dtype)
     if valid is not None:  # an empty slot moves nothing, though a momentum is there
@@ -144,9 +153,9 @@ def all_states(
         gate = 1 if slots.forget is None else slots.forget
         entry = jnp.where(fresh, gate * start.weights[name], 0)
         moved = moved.at[:: spec.steps].add(entry)
-    states = prefix(forget, moved, initial.weights[name], implementation)
+    ahead, states = scan(forget, moved, initial.weights[name])
     last = slice(spec.steps - 1, None, spec.steps)
-    return states[last], None if momenta is None else momenta[last]
+    return ahead, states[last], None if momenta is None else momenta[last]
 
 
 def _known_gradients(spec: InnerLoop, static: Weights, slots: Slot) -> jax.Array:
@@ -186,6 +195,13 @@ def _at_steps(
         first, later = jnp.where(valid, first, 1), jnp.where(valid, later, 1)
     steps = jnp.stack([first] + [later] * (spec.steps - 1), 1)
     return steps.reshape(-1, *gate.shape[1:])
+
+
+def plain_scan(
+    decay: jax.Array | None, values: jax.Array, initial: jax.Array, implementation: str | None
+) -> tuple[jax.Array, jax.Array]:
+    """``prefix`` as a ``Scan``: the chunks at hand are all there are."""
+    return initial, prefix(decay, values, initial, implementation)
 
 
 def prefix(

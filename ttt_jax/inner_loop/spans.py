@@ -3,6 +3,8 @@
 LaCT-NVS runs one update on the tokens of the input views and then applies to all tokens.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,7 +59,8 @@ def run_parallel(
     picked = jax.tree.map(lambda x: x[:, :, index], tokens)
     mask = None if inside.all() else jnp.asarray(inside.reshape(1, 1, -1, 1))
     slots = stack_slots(spec, picked, int(lengths.max()), mask)
-    weights, momenta = parallel.all_states(spec, static, slots, initial, start, implementation)
+    scan = functools.partial(parallel.plain_scan, implementation=implementation)
+    _, weights, momenta = parallel.all_states(spec, static, slots, initial, start, scan)
     name, states = spec.fast_net.last, [initial]
     for n in range(len(updates)):
         momentum = None if momenta is None else {name: momenta[n]}
