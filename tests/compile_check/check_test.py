@@ -59,7 +59,7 @@ def test_eight_host_devices_sum_every_gradient_once(tmp_path, capsys):
         moved = {row["kind"]: 1e6 * float(row["result MB a step"]) for row in csv.DictReader(file)}
     assert 1.0 <= moved.pop("all-reduce") / (4 * parameters) < 1.05
     assert sum(moved.values()) < 4 * 8 * 64 * 4  # places of tokens, nothing as wide as the model
-    assert "## Largest collectives" in (tmp_path / "compile_check.md").read_text()
+    assert "## Collectives one by one" in (tmp_path / "compile_check.md").read_text()
 
 
 @needs_libtpu
@@ -74,8 +74,7 @@ def test_a_tpu_runs_the_attention_kernels_and_gathers_nothing_around_them(tpu_en
     names = [f"splash_mha_{name}_segmented_" for name in ("fwd", "dq", "dkv")]
     runs = [sum(n for name, n in kernels.items() if name.startswith(start)) for start in names]
     assert runs[1:] == [2, 2] and runs[0] in (2, 4)  # forward, and again in the backward pass
-    gathered = [c["shape"] for c in report["collectives"] if c["kind"] == "all-gather"]
-    assert not [shape for shape in gathered if "256" in shape]
+    assert not [c for c in report["collectives"] if check._gathers_rows(c, 256)]
 
 
 @needs_libtpu
@@ -101,6 +100,15 @@ def test_a_decoding_step_compiles(tpu_environment):
     report = child.compile_request(request)
     assert report["fits"] and "decoding step" in report["describe"]
     assert report["memory"]["alias"] > 0  # the cache is updated in place
+
+
+def test_gathered_rows_are_told_from_gathered_weights_and_token_ids():
+    shapes = {"f32[8,4096]": True, "bf16[2,4096,64]": True, "s32[8,4096]": False}
+    shapes |= {"bf16[64,40960]": False, "f32[64], bf16[4096]": True}
+    for shape, expected in shapes.items():
+        collective = {"kind": "all-gather", "shape": shape}
+        assert check._gathers_rows(collective, 4096) is expected
+        assert not check._gathers_rows(collective | {"kind": "all-reduce"}, 4096)
 
 
 def test_a_missing_libtpu_is_named_with_what_to_install(monkeypatch):

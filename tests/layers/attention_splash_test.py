@@ -10,6 +10,7 @@ import pytest
 from tests.tolerances import assert_close, tolerance
 from ttt_jax.layers import attention_splash
 from ttt_jax.layers.attention import causal_attention, document_indices
+from ttt_jax.sharding import on_each_device
 
 _KERNELS = {"fwd_segmented_residuals", "dq_segmented_no_residuals", "dkv_segmented_no_residuals"}
 
@@ -97,6 +98,30 @@ def test_the_mask_is_built_once_for_all_layers_and_heads():
     for _ in range(3):
         jax.eval_shape(lambda x: attention_splash.attention(x, x, x, 64, None), shape)
     assert attention_splash._kernel.cache_info().misses == 1
+
+
+@pytest.mark.parametrize("heads, expected", [(8, (2, 256, 2, 16)), (3, (2, 256, 3, 16))])
+def test_every_device_sees_its_own_rows_and_heads(heads, expected):
+    """Heads that do not divide stay whole; inside of a shard_map over everything nothing is cut."""
+    auto = (jax.sharding.AxisType.Auto,) * 3
+    mesh = jax.sharding.AbstractMesh((2, 1, 4), ("data", "fsdp", "model"), axis_types=auto)
+    names, seen = ("batch", None, "heads", None), []
+
+    def local(q, ids):
+        seen.append((q.shape, ids.shape))
+        return jnp.sin(q)
+
+    def call(q, ids):
+        return on_each_device(local, (q, ids), (names, ("batch", None)), names)
+
+    q = jax.ShapeDtypeStruct((4, 256, heads, 16), jnp.float32)
+    ids = jax.ShapeDtypeStruct((4, 256), jnp.int32)
+    with jax.sharding.use_abstract_mesh(mesh):
+        out = jax.eval_shape(call, q, ids)
+        whole = jax.shard_map(call, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
+        jax.eval_shape(whole, q, ids)
+    assert out.shape == q.shape
+    assert seen == [(expected, (2, 256)), (q.shape, ids.shape)]
 
 
 def test_refusals_name_the_argument_and_the_way_out():

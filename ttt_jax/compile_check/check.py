@@ -23,7 +23,7 @@ from ttt_jax.compile_check.program import STEPS
 
 _REMATERIALIZATION = "Involuntary full rematerialization"
 _GIB = 2**30
-_LARGEST = 12  # collectives that are listed one by one
+_SHOWN = 12  # rows of a table that are printed; all are saved
 
 
 def parse_mesh(text: str) -> config_lib.MeshConfig:
@@ -83,13 +83,14 @@ def main(
     if "error" in report:
         raise ValueError(report["error"])
     title = f"{type(config.model).__name__}, {report['describe']}, {topology_name}"
-    sections = make_sections(report)
+    row_length = getattr(config.data, "sequence_length", None)
     print(title)
-    for name, rows in sections.items():
-        print(f"\n{name}\n{tables.text(rows)}")
+    for name, rows in make_sections(report, row_length).items():
+        shown = [{key: _short(str(value)) for key, value in row.items()} for row in rows[:_SHOWN]]
+        print(f"\n{name}\n{tables.text(shown)}")
     print(f"\n{verdict(report)}", flush=True)
     if output is not None:
-        save(sections, title, verdict(report), pathlib.Path(output))
+        save(make_sections(report, row_length), title, verdict(report), pathlib.Path(output))
     return 0 if report["fits"] else 1
 
 
@@ -140,22 +141,20 @@ def rematerializations(log: str) -> list[str]:
     return [line.partition(_REMATERIALIZATION)[2].lstrip(". ") for line in lines]
 
 
-def make_sections(report: dict[str, Any]) -> dict[str, list[tables.Row]]:
-    """Turns a report into tables, by title; a table without rows is left out."""
+def make_sections(report: dict[str, Any], row_length: int | None) -> dict[str, list[tables.Row]]:
+    """Turns a report into tables, by title; a table without rows is left out.
+
+    Args:
+      report: of `run_child`.
+      row_length: tokens of a row, by which gathered activations are known; None where the data
+        has no rows of tokens.
+    """
     sections = {"Summary": _summary(report)}
     if report["fits"]:
-        found = report["collectives"]
-        sections["Collectives"] = _by_kind(found)
-        sections["Largest collectives"] = [
-            {
-                "kind": c["kind"],
-                "result": _short(c["shape"], 60),
-                "MiB": round(c["bytes"] / 2**20, 3),
-                "times a step": c["runs"],
-                "source": _short(c["source"], 70, end=True),
-            }
-            for c in found[:_LARGEST]
-        ]
+        sections["Collectives"] = _by_kind(report["collectives"])
+        sections["Collectives one by one"] = _listed(report["collectives"])
+        gathered = [c for c in report["collectives"] if _gathers_rows(c, row_length)]
+        sections[f"Gathered floats with an axis of {row_length}"] = _listed(gathered)
         sections["Pallas kernels"] = [
             {
                 "kernel": k["name"],
@@ -165,13 +164,33 @@ def make_sections(report: dict[str, Any]) -> dict[str, list[tables.Row]]:
             }
             for k in report["kernels"]
         ]
-    sections["Largest buffers"] = [
-        {"size": b["size"], "shapes": _short(b["shapes"], 100)} for b in report["buffers"]
-    ]
+    sections["Largest buffers"] = report["buffers"]
     sections["Involuntary full rematerialization"] = [
-        {"where": _short(line, 160)} for line in report["rematerializations"]
+        {"where": line} for line in report["rematerializations"]
     ]
     return {name: rows for name, rows in sections.items() if rows}
+
+
+def _listed(found: list[dict[str, Any]]) -> list[tables.Row]:
+    """One collective a row, in the order given: the most bytes first."""
+    return [
+        {
+            "kind": c["kind"],
+            "MiB": round(c["bytes"] / 2**20, 3),
+            "times a step": c["runs"],
+            "result": c["shape"],
+            "source": c["source"].replace("/while/body/eval_jaxpr", "/..."),
+        }
+        for c in found
+    ]
+
+
+def _gathers_rows(collective: dict[str, Any], row_length: int | None) -> bool:
+    """Whether it makes floats of whole rows on every device, as no layer here needs."""
+    arrays = re.findall(r"(b?f\d+)\[([\d,]*)\]", collective["shape"])
+    return collective["kind"] == "all-gather" and any(
+        str(row_length) in sizes.split(",") for _, sizes in arrays
+    )
 
 
 def _summary(report: dict[str, Any]) -> list[tables.Row]:
@@ -254,8 +273,7 @@ def save(
     (folder / "compile_check.md").write_text("\n\n".join(parts) + "\n")
 
 
-def _short(text: str, limit: int, end: bool = False) -> str:
-    """Cuts a text to its first (or last) letters."""
-    if len(text) <= limit:
-        return text
-    return f"...{text[-limit:]}" if end else f"{text[:limit]}..."
+def _short(text: str, limit: int = 64) -> str:
+    """Leaves out the middle of a long text."""
+    half = limit // 2
+    return text if len(text) <= limit else f"{text[:half]}...{text[-half:]}"
