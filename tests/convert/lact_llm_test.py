@@ -113,8 +113,8 @@ def test_official_configurations_that_are_not_supported(official, words):
 
 def test_what_has_no_official_form():
     with pytest.raises(ValueError, match="variant=6.*the official code has variant=0"):
-        lact_llm.official_config(preset("tiny", variant=6))
-    with pytest.raises(ValueError, match="config.model is a int: official weights exist for Lact"):
+        lact_llm.check(preset("tiny", variant=6))
+    with pytest.raises(ValueError, match="is a int: official weights exist for HViTTTConfig"):
         convert.load(3, {})
     fields = lact_llm.config_fields(lact_llm.official_config(preset("760m")))
     assert LactLLMConfig(**fields) == preset("760m", intermediate_size=4096)

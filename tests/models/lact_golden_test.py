@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.models.official import params_of
 from ttt_jax.convert import lact_llm
-from ttt_jax.convert.tables import from_official, to_official
+from ttt_jax.convert.tables import to_official
 from ttt_jax.layers.mixers import TokenInfo
 from ttt_jax.layers.rotary import rotary_tables
 from ttt_jax.models import LactLLM, LactLLMConfig, build
@@ -30,12 +31,6 @@ def _load(name):
 
 def _config(hyper, dtype, **overrides):
     return LactLLMConfig(**lact_llm.config_fields(hyper) | dict(dtype=dtype) | overrides)
-
-
-def _load_params(table, params, module, dtype):
-    shapes = nnx.to_pure_dict(nnx.state(module))
-    found = from_official(table, params, shapes)
-    return jax.tree.map(lambda x: jnp.asarray(x, dtype), found)
 
 
 def _check(name, value, reference, tolerances, dtype):
@@ -79,7 +74,7 @@ def test_layer_equals_the_official_one(case, dtype):
         config = _config(meta["hyper"], dtype, mode="recurrent")
         layer = nnx.eval_shape(lambda: LactLLM.make_mixer(config, nnx.Rngs(0)))
         table = lact_llm.layer_table(config.num_fast_heads)
-        state = _load_params(table, params, layer, dtype)
+        state = params_of(layer, table, params, dtype)
         x = jnp.asarray(arrays["in/x"], dtype)
         positions = jnp.arange(x.shape[1])[None]
         head_dim = config.hidden_size // config.num_attention_heads
@@ -106,7 +101,7 @@ def test_language_model_equals_the_official_one(dtype):
         config = _config(meta["hyper"], dtype, scan_layers=False, mode="recurrent")
         model = nnx.eval_shape(lambda: build(config))
         table = lact_llm.table(config)
-        state = _load_params(table, params, model, dtype)
+        state = params_of(model, table, params, dtype)
         tokens = jnp.asarray(arrays["in/input_ids"], jnp.int32)
         labels = arrays["in/labels"][:, 1:]
         weights = labels != -100

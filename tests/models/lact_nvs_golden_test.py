@@ -9,7 +9,9 @@ import pytest
 from flax import nnx
 
 from tests.golden_cases import Golden
-from tests.models import official_nvs_names as names
+from tests.models.official import params_of
+from ttt_jax.convert import lact_nvs
+from ttt_jax.convert.tables import to_official
 from ttt_jax.inner_loop.spec import Span
 from ttt_jax.layers.scheduled_ttt import ScheduledTTT
 from ttt_jax.models.decoder import stack_layers, unstack_layers
@@ -96,8 +98,8 @@ def test_layer_equals_the_official_one(name, steps, tag):
 
     with jax.enable_x64(tag == "f64"):
         layer = nnx.eval_shape(make)
-        entries = names.ttt_entries(size, heads)
-        params = nnx.to_pure_dict(names.load(layer, entries, _params(case), dtype))
+        table = lact_nvs.layer_table(size, heads)
+        params = params_of(layer, table, _params(case), dtype)
         x = jnp.asarray(case.arrays["in/x"], dtype)
 
         def loss(params, x):
@@ -114,7 +116,7 @@ def test_layer_equals_the_official_one(name, steps, tag):
         _check(case, f"{prefix}/{tag}/grad/x", by_input, "float64")
         for matrix, value in state.weights.items():
             _check(case, f"{prefix}/f32/{matrix}_state", value.reshape(-1, *value.shape[2:]), dtype)
-        _check_gradients(case, prefix, names.official_gradients(gradients, entries), dtype)
+        _check_gradients(case, prefix, to_official(table, gradients), dtype)
 
 
 @pytest.mark.parametrize(
@@ -145,11 +147,8 @@ def test_model_equals_the_official_one_in_one_pass_and_in_two_stages(steps, tag)
     )
     with jax.enable_x64(tag == "f64"):
         model = nnx.eval_shape(lambda: LactNVS(config, nnx.Rngs(0)))
-        entries = names.model_entries(
-            config.num_layers, config.hidden_size, config.num_fast_heads
-        )
-        params = names.load(model, entries, _params(case), dtype)
-        params = stack_layers(nnx.to_pure_dict(params))
+        table = lact_nvs.table(config)
+        params = stack_layers(params_of(model, table, _params(case), dtype))
         scanned = nnx.eval_shape(
             lambda: LactNVS(dataclasses.replace(config, scan_layers=True), nnx.Rngs(0))
         )
@@ -180,5 +179,5 @@ def test_model_equals_the_official_one_in_one_pass_and_in_two_stages(steps, tag)
                     value = value.reshape(-1, *value.shape[2:])
                     _check(case, f"steps5/f32/state/{index}/{matrix}", value, dtype)
             _check(case, "steps5/f32/rendering", np.moveaxis(staged, -1, 2), dtype)
-        gradients = names.official_gradients(unstack_layers(gradients), entries)
+        gradients = to_official(table, unstack_layers(gradients))
         _check_gradients(case, prefix, gradients, dtype)

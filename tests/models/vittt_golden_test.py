@@ -7,14 +7,16 @@ import pytest
 from flax import nnx
 
 from tests.golden_cases import Golden
-from tests.models import official_vittt_names as names
+from tests.models.official import params_of
 from tests.tolerances import assert_close
+from ttt_jax.convert import vittt
+from ttt_jax.convert.tables import to_official
 from ttt_jax.models import HViTTTConfig, ViTTTConfig, build
 from ttt_jax.models.decoder import stack_layers
 
 
-def _configs(case, dtype):
-    """Our configuration and the names of a case."""
+def _config(case, dtype):
+    """Our configuration of a case."""
     hyper = case.hyper
     common = dict(
         num_classes=hyper["num_classes"],
@@ -24,21 +26,19 @@ def _configs(case, dtype):
         scan_layers=False,
     )
     if case.name.startswith("h_"):
-        config = HViTTTConfig(
+        return HViTTTConfig(
             widths=tuple(hyper["dim"]),
             depths=tuple(hyper["depths"]),
             heads=tuple(hyper["num_heads"]),
             **common,
         )
-        return config, names.h_vittt_entries(config)
-    config = ViTTTConfig(
+    return ViTTTConfig(
         patch_size=hyper["patch_size"],
         hidden_size=hyper["embed_dim"],
         num_layers=hyper["depth"],
         num_heads=hyper["num_heads"],
         **common,
     )
-    return config, names.vittt_entries(config)
 
 
 def _statistics(gradient):
@@ -47,12 +47,13 @@ def _statistics(gradient):
 
 
 def _loaded(case, dtype):
-    config, entries = _configs(case, dtype)
+    config = _config(case, dtype)
     abstract = nnx.eval_shape(lambda: build(config))
     keys = {k: k.split("/", 1)[1] for k in case.arrays if k.startswith(("param/", "buffer/"))}
     arrays = {name: case.arrays[key] for key, name in keys.items()}
-    state = names.load(abstract, entries, arrays, dtype)
-    return nnx.graphdef(abstract), state, entries
+    table, (graphdef, state) = vittt.table(config), nnx.split(abstract)
+    nnx.replace_by_pure_dict(state, params_of(abstract, table, arrays, dtype))
+    return graphdef, state, table
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,7 @@ def test_model_equals_the_official_one(name, dtype):
     case = Golden(name)
     tag = {"float64": "f64", "float32": "f32"}[dtype]
     with jax.enable_x64(dtype == "float64"):
-        graphdef, state, entries = _loaded(case, dtype)
+        graphdef, state, table = _loaded(case, dtype)
         images = jnp.asarray(case.arrays["in/img"].transpose(0, 2, 3, 1), dtype)
         params, buffers = nnx.split_state(state, nnx.Param, ...)
 
@@ -81,7 +82,7 @@ def test_model_equals_the_official_one(name, dtype):
         assert logits.dtype == dtype
         case.check(f"{tag}/out", logits)
         case.check(f"{tag}/grad/img", by_image.transpose(0, 3, 1, 2))
-        found = names.official(by_param, entries)
+        found = to_official(table, nnx.to_pure_dict(by_param))
         stated = [key for key in case.arrays if key.startswith("pgradstat/")]
         assert {key.removeprefix("pgradstat/") for key in stated} == set(found)
         metric = "rel_to_norm" + ("_if_f32" if dtype == "float32" else "")
@@ -95,7 +96,7 @@ def test_model_equals_the_official_one(name, dtype):
 
 def _check_scanned(case, state, images, logits):
     """The stacked form of the same parameters gives the same logits."""
-    config, _ = _configs(case, "float64")
+    config = _config(case, "float64")
     config.scan_layers = True
     graphdef, abstract = nnx.split(nnx.eval_shape(lambda: build(config)))
     tree = nnx.to_pure_dict(state)

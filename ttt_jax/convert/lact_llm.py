@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ttt_jax.convert.tables import Entry, Table, linear, swapped, vector
+from ttt_jax.convert.tables import Entry, Table, linear, nested, swapped, vector
 from ttt_jax.models.lact_llm import LactLLMConfig
 
 # Fields of the official configuration that must have the value that this project implements.
@@ -99,23 +99,8 @@ def config_fields(official: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def official_config(config: LactLLMConfig) -> dict[str, Any]:
-    """The official ``config.json`` of a model.
-
-    Args:
-      config: of variant 0.
-
-    Returns:
-      What the file holds.
-
-    Raises:
-      ValueError: the official code has no such model.
-
-    Example:
-      >>> from ttt_jax.models.lact_llm import preset
-      >>> official_config(preset("760m"))["num_lact_heads"]
-      4
-    """
+def check(config: LactLLMConfig) -> None:
+    """Raises ValueError where the official code has no such model."""
     plain = (config.variant, config.inner_steps, config.direction, config.query)
     if plain != (0, 1, "descent", "query"):
         raise ValueError(
@@ -123,6 +108,22 @@ def official_config(config: LactLLMConfig) -> dict[str, Any]:
             f"{config.direction!r}, query={config.query!r}: the official code has variant=0, "
             "inner_steps=1, 'descent' and 'query' alone"
         )
+
+
+def official_config(config: LactLLMConfig) -> dict[str, Any]:
+    """The official ``config.json`` of a model.
+
+    Args:
+      config: of a model that passes `check`.
+
+    Returns:
+      What the file holds.
+
+    Example:
+      >>> from ttt_jax.models.lact_llm import preset
+      >>> official_config(preset("760m"))["num_lact_heads"]
+      4
+    """
     fields = {name: getattr(config, name) for name in _SAME_NAME}
     fields |= {theirs: getattr(config, ours) for ours, theirs in _OTHER_NAME.items()}
     return fields | {
@@ -194,18 +195,15 @@ def table(config: LactLLMConfig) -> Table:
       >>> table(preset("tiny"))["lm_head.weight"].paths
       (('head', 'kernel'),)
     """
-    block = {"attn_norm.weight": vector(("mixer_norm", "scale"))}
-    for name, entry in layer_table(config.num_fast_heads).items():
-        paths = tuple(("mixer", *path) for path in entry.paths)
-        block[f"attn.{name}"] = Entry(paths, entry.ours, entry.official)
-    block["mlp_norm.weight"] = vector(("mlp_norm", "scale"))
-    for name in ("gate", "up", "down"):
-        block[f"mlp.{name}_proj.weight"] = linear(("mlp", name, "kernel"))
+    block = {
+        "attn_norm.weight": vector(("mixer_norm", "scale")),
+        **nested(layer_table(config.num_fast_heads), "attn.", "mixer"),
+        "mlp_norm.weight": vector(("mlp_norm", "scale")),
+        **{f"mlp.{n}_proj.weight": linear(("mlp", n, "kernel")) for n in ("gate", "up", "down")},
+    }
     found = {"model.embeddings.weight": Entry((("embedding", "table"),))}
     for index in range(config.num_layers):
-        for name, entry in block.items():
-            paths = tuple(("layers", index, *path) for path in entry.paths)
-            found[f"model.layers.{index}.{name}"] = Entry(paths, entry.ours, entry.official)
+        found |= nested(block, f"model.layers.{index}.", "layers", index)
     found["model.norm.weight"] = vector(("norm", "scale"))
     found["lm_head.weight"] = linear(("head", "kernel"))
     return found

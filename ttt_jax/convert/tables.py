@@ -57,17 +57,41 @@ def linear(*paths: Path, out_shape: tuple[int, ...] | None = None) -> Entry:
 
 
 def vector(*paths: Path, shape: tuple[int, ...] | None = None) -> Entry:
-    """A vector, ours of ``shape`` where there is one."""
+    """A vector, ours of ``shape`` where there is one.
+
+    Example:
+      >>> vector(("bias",), shape=(3, 2)).ours(np.zeros(6)).shape
+      (3, 2)
+    """
     return Entry(paths, lambda w: w if shape is None else w.reshape(shape), np.ravel)
 
 
 def swapped(path: Path) -> Entry:
-    """An array whose last two axes are the other way round."""
+    """An array whose last two axes are the other way round.
+
+    Example:
+      >>> swapped(("w0",)).ours(np.zeros((1, 2, 3))).shape
+      (1, 3, 2)
+    """
 
     def swap(w: np.ndarray) -> np.ndarray:
         return np.swapaxes(w, -1, -2)
 
     return Entry((path,), swap, swap)
+
+
+def nested(table: Table, name: str, *path: str | int) -> dict[str, Entry]:
+    """The table of a part of a model, of whose names and paths these are the beginnings.
+
+    Example:
+      >>> found = nested({"weight": swapped(("kernel",))}, "blocks.0.", "layers", 0)
+      >>> found["blocks.0.weight"].paths
+      (('layers', 0, 'kernel'),)
+    """
+    return {
+        name + inside: dataclasses.replace(entry, paths=tuple((*path, *p) for p in entry.paths))
+        for inside, entry in table.items()
+    }
 
 
 def from_official(
@@ -190,6 +214,38 @@ def unflatten(flat: Mapping[Path, Any]) -> dict:
             node = node.setdefault(key, {})
         node[path[-1]] = leaf
     return tree
+
+
+def stack(tree: Any, like: Any) -> Any:
+    """Layers that ``tree`` counts (0, 1, …) and ``like`` does not, as arrays with a first axis.
+
+    Example:
+      >>> layers = {0: {"w": np.zeros(2)}, 1: {"w": np.ones(2)}}
+      >>> stack({"layers": layers}, {"layers": {"w": None}})["layers"]["w"].tolist()
+      [[0.0, 0.0], [1.0, 1.0]]
+    """
+    if not isinstance(tree, Mapping):
+        return tree
+    if 0 in tree and 0 not in like:
+        flats = [dict(flatten(tree[index])) for index in sorted(tree)]
+        tree = unflatten({path: np.stack([flat[path] for flat in flats]) for path in flats[0]})
+    return {key: stack(value, like[key]) for key, value in tree.items()}
+
+
+def unstack(tree: Any, like: Any) -> Any:
+    """The inverse of ``stack``: ``like`` counts the layers and ``tree`` stacks them.
+
+    Example:
+      >>> layers = {0: {"w": None}, 1: {"w": None}}
+      >>> unstack({"w": np.array([[0.0], [1.0]])}, layers)[1]["w"].tolist()
+      [1.0]
+    """
+    if not isinstance(tree, Mapping):
+        return tree
+    if 0 in like and 0 not in tree:
+        flat = dict(flatten(tree))
+        tree = {i: unflatten({path: leaf[i] for path, leaf in flat.items()}) for i in like}
+    return {key: unstack(value, like[key]) for key, value in tree.items()}
 
 
 def _official_shape(entry: Entry, shapes: list[tuple[int, ...]]) -> tuple[int, ...]:

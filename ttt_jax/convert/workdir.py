@@ -16,10 +16,12 @@ import ml_dtypes
 import numpy as np
 
 from ttt_jax import checkpoint, models, sharding
-from ttt_jax.convert import files, lact_llm
-from ttt_jax.convert.tables import flatten, from_official, to_official, unflatten
-from ttt_jax.models.decoder import stack_layers, unstack_layers
+from ttt_jax.convert import files, lact_llm, lact_nvs, vittt
+from ttt_jax.convert.tables import flatten, from_official, stack, to_official, unflatten, unstack
+from ttt_jax.models.h_vittt import HViTTTConfig
 from ttt_jax.models.lact_llm import LactLLMConfig
+from ttt_jax.models.lact_nvs import LactNVSConfig
+from ttt_jax.models.vittt import ViTTTConfig
 from ttt_jax.train_step import Trainee, TrainState, abstract_params, make_trainee
 
 DTYPES = {
@@ -27,7 +29,12 @@ DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float16": np.dtype(np.float16),
 }
-_TABLES = {LactLLMConfig: lact_llm}
+_TABLES = {
+    HViTTTConfig: vittt,
+    LactLLMConfig: lact_llm,
+    LactNVSConfig: lact_nvs,
+    ViTTTConfig: vittt,
+}
 
 
 def import_weights(
@@ -99,14 +106,11 @@ def export_weights(
     if dtype not in DTYPES:
         raise ValueError(f"{dtype=}: use one of {tuple(DTYPES)}")
     loaded = checkpoint.load_arrays(workdir, step)
-    model = loaded.config.model
-    hyper = lact_llm.official_config(model) if _table_of(model) is lact_llm else None
-    tensors = {
-        name: array.astype(DTYPES[dtype]) if array.dtype.kind == "f" else array
-        for name, array in save(model, loaded.params, loaded.buffers).items()
-    }
-    if hyper is not None:
-        hyper["torch_dtype"] = dtype
+    model, hyper = loaded.config.model, None
+    found = save(model, loaded.params, loaded.buffers)
+    tensors = {name: array.astype(DTYPES[dtype]) for name, array in found.items()}
+    if _table_of(model) is lact_llm:
+        hyper = lact_llm.official_config(model) | {"torch_dtype": dtype}
     files.write_tensors(official, tensors, hyper)
     return len(tensors)
 
@@ -124,9 +128,8 @@ def load(model_config: Any, tensors: dict[str, np.ndarray]) -> tuple[dict, dict]
     Raises:
       ValueError: a tensor does not fit, see `tables.from_official`.
     """
-    module, scanned = _table_of(model_config), getattr(model_config, "scan_layers", False)
-    flat_config = dataclasses.replace(model_config, scan_layers=False) if scanned else model_config
-    _, params, buffers, _ = abstract_params(flat_config, sharding.make_mesh(), models.build)
+    module = _table_of(model_config)
+    params, buffers = _shapes(model_config, scan_layers=False)
     found = from_official(
         module.table(model_config),
         tensors,
@@ -134,20 +137,34 @@ def load(model_config: Any, tensors: dict[str, np.ndarray]) -> tuple[dict, dict]
         lambda name: module.ignored(model_config, name),
     )
     leaves = dict(flatten(found))
-    picked = [unflatten({path: leaves[path] for path, _ in flatten(x)}) for x in (params, buffers)]
-    return (stack_layers(picked[0]) if scanned else picked[0]), picked[1]
+    parts = [unflatten({path: leaves[path] for path, _ in flatten(x)}) for x in (params, buffers)]
+    wanted = _shapes(model_config, scan_layers=model_config.scan_layers)
+    return tuple(stack(part, like) for part, like in zip(parts, wanted, strict=True))
 
 
 def save(model_config: Any, params: dict, buffers: dict) -> dict[str, np.ndarray]:
-    """Official tensors of a model's parameters and running statistics; the inverse of `load`."""
-    if getattr(model_config, "scan_layers", False):
-        params = unstack_layers(params)
-    merged = unflatten(dict(flatten(params) + flatten(buffers)))
-    return to_official(_table_of(model_config).table(model_config), merged)
+    """Official tensors of a model's parameters and running statistics; the inverse of `load`.
+
+    Raises:
+      ValueError: the official code has no such model.
+    """
+    module = _table_of(model_config)
+    module.check(model_config)
+    like = _shapes(model_config, scan_layers=False)
+    parts = [unstack(part, shapes) for part, shapes in zip((params, buffers), like, strict=True)]
+    merged = unflatten(dict(flatten(parts[0]) + flatten(parts[1])))
+    return to_official(module.table(model_config), merged)
+
+
+def _shapes(model_config: Any, scan_layers: bool) -> tuple[dict, dict]:
+    """Parameters and running statistics, shapes only, with layers stacked or not."""
+    config = dataclasses.replace(model_config, scan_layers=scan_layers)
+    _, params, buffers, _ = abstract_params(config, sharding.make_mesh(), models.build)
+    return params, buffers
 
 
 def _table_of(model_config: Any):
-    """The module with ``table`` and ``ignored`` for a kind of model."""
+    """The module with ``table``, ``ignored`` and ``check`` for a kind of model."""
     if type(model_config) not in _TABLES:
         known = ", ".join(kind.__name__ for kind in _TABLES)
         raise ValueError(
