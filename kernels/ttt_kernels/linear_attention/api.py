@@ -57,9 +57,8 @@ def linear_attention(
       include_current_chunk: whether a chunk sees itself whole; with causal="chunk" only.
       implementation: "reference" (token by token), "xla" (chunked products, any device),
         "mosaic_gpu" (kernels for Hopper GPUs: bfloat16, causal by token, dims up to 256),
-        "mosaic_tpu" (kernels for TPUs: bfloat16 or float32, causal by token), or None, which
-        picks the fastest that runs here and logs the choice once. A named implementation never
-        falls back.
+        "mosaic_tpu" (kernels for TPUs: bfloat16 or float32), or None, which picks the fastest that
+        runs here and logs the choice once. A named implementation never falls back.
 
     Returns:
       (out, final_state): out [batch, time, heads, value_dim] in the inputs' dtype; final_state
@@ -89,7 +88,7 @@ def linear_attention(
     q, k, v = q.astype(dtype), k.astype(dtype), v.astype(dtype)
     problems = {
         "mosaic_gpu": mosaic_gpu.unsupported(q, v, causal) or compat.hopper_problem(),
-        "mosaic_tpu": mosaic_tpu.unsupported(q, v, causal) or compat.tpu_problem(),
+        "mosaic_tpu": mosaic_tpu.unsupported(q, v) or compat.tpu_problem(),
     }
     if implementation is None:
         implementation, reason = _choose(problems, decays=log_decay is not None)

@@ -169,3 +169,19 @@ def read_decay(x: Inputs, head: int, block: int, between: bool = True) -> BlockD
 def scaled(x: jax.Array, factor: jax.Array | None) -> jax.Array:
     """`x` times a factor a row, in `x`'s dtype; `x` itself without one."""
     return x if factor is None else (x.astype(jnp.float32) * factor).astype(x.dtype)
+
+
+def carried(state: jax.Array, decay: BlockDecay) -> jax.Array:
+    """The state of one edge of a block as it is left at the other."""
+    return state if decay.whole is None else state * decay.whole
+
+
+def sum_from_right(rows: jax.Array) -> jax.Array:
+    """Sums over the channels and over the rows from each one to the last, [c, d] -> [1, c].
+
+    By products, in which a sum of rows comes out along the lanes.
+    """
+    block = rows.shape[0]
+    ones = jnp.ones((8, rows.shape[1]), jnp.float32)
+    totals = dot(ones, rows, COLUMNS, COLUMNS)
+    return dot(totals, lower_triangle(block).astype(jnp.float32), COLUMNS, ROWS)[:1]

@@ -23,16 +23,16 @@ from ttt_kernels import compat
 from ttt_kernels.linear_attention.mosaic_tpu_common import (
     COLUMNS,
     ROWS,
-    BlockDecay,
     Call,
     Inputs,
+    carried,
     dot,
     forwards,
-    lower_triangle,
     read_decay,
     read_tokens,
     read_valid,
     scaled,
+    sum_from_right,
 )
 
 _SEMANTICS = ("parallel", "parallel", "arbitrary")
@@ -110,11 +110,6 @@ def _forward_body(call: Call):
             state[0, h] = carried(start, decay) + dot(scaled(k, decay.to_end), v, ROWS, ROWS)
 
     return body
-
-
-def carried(state: jax.Array, decay: BlockDecay) -> jax.Array:
-    """The state of one edge of a block as it is left at the other."""
-    return state if decay.whole is None else state * decay.whole
 
 
 def backward(
@@ -209,14 +204,3 @@ def _backward_body(call: Call):
             d_state[0, h] = d_start + dot(scaled(q, decay.from_start), do, ROWS, ROWS)
 
     return body
-
-
-def sum_from_right(rows: jax.Array) -> jax.Array:
-    """Sums over the channels and over the rows from each one to the last, [c, d] -> [1, c].
-
-    By products, in which a sum of rows comes out along the lanes.
-    """
-    block = rows.shape[0]
-    ones = jnp.ones((8, rows.shape[1]), jnp.float32)
-    totals = dot(ones, rows, COLUMNS, COLUMNS)
-    return dot(totals, lower_triangle(block).astype(jnp.float32), COLUMNS, ROWS)[:1]

@@ -1,4 +1,4 @@
-"""Token-causal linear attention on TPUs as one differentiable function of prepared arrays."""
+"""Linear attention on TPUs as one differentiable function of prepared arrays."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ttt_kernels.linear_attention import decay as decays
+from ttt_kernels.linear_attention import mosaic_tpu_chunk as chunk
 from ttt_kernels.linear_attention import mosaic_tpu_token as token
 from ttt_kernels.linear_attention.mosaic_tpu_common import Call, Inputs
 
@@ -26,14 +27,15 @@ def core(q, k, v, log_decay, initial, valid, call: Call, interpret):
       log_decay: [batch, heads, blocks · block] float32 from -200 to 0, 0 behind the row, or None.
       initial: [batch, heads, key_dim, value_dim] float32.
       valid: [batch or 1, 1, blocks · block] int32, or None: every token is real.
-      call: sizes and tiling.
+      call: sizes and tiling; a `ChunkCall` (then `valid` is None) is causal by chunk.
       interpret: None, or the interpreter's parameters.
 
     Returns:
       (out [batch, time, heads · value_dim] in v's dtype, final as `initial`).
     """
     x = _inputs(q, k, v, log_decay, valid, call)
-    return token.forward(x, initial, call, save_states=False, interpret=interpret)[:2]
+    kernels = chunk if isinstance(call, chunk.ChunkCall) else token
+    return kernels.forward(x, initial, call, save_states=False, interpret=interpret)[:2]
 
 
 def _inputs(q, k, v, log_decay, valid, call: Call) -> Inputs:
@@ -47,16 +49,20 @@ def _inputs(q, k, v, log_decay, valid, call: Call) -> Inputs:
 
 def _forward(q, k, v, log_decay, initial, valid, call: Call, interpret):
     x = _inputs(q, k, v, log_decay, valid, call)
-    out, final, states = token.forward(x, initial, call, save_states=True, interpret=interpret)
-    return (out, final), (x, states, log_decay)
+    kernels = chunk if isinstance(call, chunk.ChunkCall) else token
+    out, final, states = kernels.forward(x, initial, call, save_states=True, interpret=interpret)
+    return (out, final), (x, states, final, log_decay)
 
 
 def _backward(call: Call, interpret, residuals, cotangents):
-    x, states, log_decay = residuals
+    x, states, final, log_decay = residuals
     d_out, d_final = cotangents
-    dq, dk, dv, d_initial, d_decay = token.backward(
-        x, states, d_out.astype(x.v.dtype), d_final, call, interpret=interpret
-    )
+    d_out = d_out.astype(x.v.dtype)
+    if isinstance(call, chunk.ChunkCall):
+        made = chunk.backward(x, states, final, d_out, d_final, call, interpret=interpret)
+    else:
+        made = token.backward(x, states, d_out, d_final, call, interpret=interpret)
+    dq, dk, dv, d_initial, d_decay = made
     if d_decay is not None:
         d_decay = jnp.where(log_decay < _NEGLIGIBLE, 0, d_decay[:, :, 0])
     return dq, dk, dv, d_decay, d_initial, None

@@ -1,0 +1,282 @@
+"""The kernels of chunk-causal linear attention on TPUs: one launch forwards, one backwards.
+
+At each chunk's start the state `S` is put aside for the queries that read it; keys and values then
+move it on, block by block. With `include_current_chunk` a chunk's queries come one chunk of steps
+later than its keys, when the state holds the chunk whole, so both orders are the same kernel:
+
+    step t:  if a chunk starts: seen = S;   o = q seen;   S' = e_end S + sum_j f_j k_j^T v_j
+
+The backward pass takes the same steps in reverse. `R` is the gradient of `S'`, `P` that of `seen`:
+
+    dk_j = f_j v_j R^T;   dv_j = f_j k_j R;   R' = e_end R;   P' = P + q^T do;   dq = do seen^T;
+    if a chunk starts: R' += P', P' = 0
+
+The gradient of a token's log decay is `<S, R>` ahead of the token: its value at each chunk's end
+less `k_j R v_j^T` of the tokens in between.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ttt_kernels import compat
+from ttt_kernels.linear_attention.mosaic_tpu_common import (
+    COLUMNS,
+    ROWS,
+    Call,
+    Inputs,
+    carried,
+    dot,
+    read_decay,
+    read_tokens,
+    scaled,
+    sum_from_right,
+)
+
+_SEMANTICS = ("parallel", "parallel", "arbitrary")
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkCall(Call):
+    """A `Call` whose chunks are whole numbers of blocks.
+
+    Attributes:
+      chunk_blocks: blocks of a chunk.
+      late: steps by which queries come after the keys of the same chunk: 0 or a chunk's.
+    """
+
+    chunk_blocks: int
+    late: int
+
+    @property
+    def steps(self) -> int:
+        """Length of the grid's last axis."""
+        return self.blocks + self.late
+
+    @property
+    def seen_states(self) -> int:
+        """States that are put aside for queries."""
+        return pl.cdiv(self.steps, self.chunk_blocks)
+
+    def key_block(self, t):
+        """Block of keys and values at step `t`; the last one again after the row's end."""
+        return lax.min(t, jnp.int32(self.blocks - 1))
+
+    def query_block(self, t):
+        """Block of queries at step `t`; the first one until it is its turn."""
+        return lax.max(t - self.late, jnp.int32(0))
+
+    def chunk(self, t):
+        """Which of the states is read at step `t`."""
+        return lax.div(t, jnp.int32(self.chunk_blocks))
+
+    def starts_chunk(self, t):
+        """Whether a chunk of keys starts at step `t`."""
+        return lax.rem(t, jnp.int32(self.chunk_blocks)) == 0
+
+    def inside(self, block):
+        """Which tokens of a block lie in the row, [c, 1] bool, or None for all of any block."""
+        size = self.tiling.block
+        if self.length % size == 0:
+            return None
+        row = lax.broadcasted_iota(jnp.int32, (size, 1), 0)
+        return row < self.length - block * size
+
+
+def forward(
+    x: Inputs, initial: jax.Array, call: ChunkCall, *, save_states: bool, interpret=None
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Outputs, final state and, with `save_states`, the states that were read.
+
+    Arguments and results as of `mosaic_tpu_token.forward`, but for states
+    [batch, heads, seen_states, key_dim, value_dim] and `x.valid`, which is None.
+    """
+    tiling, dtype = call.tiling, x.v.dtype
+    sizes = (tiling.key_dim, tiling.value_dim)
+    results = [
+        jax.ShapeDtypeStruct(x.v.shape, dtype),
+        jax.ShapeDtypeStruct(initial.shape, jnp.float32),
+    ]
+    specs = [call.token_spec(tiling.value_dim, call.query_block), call.state_spec()]
+    scratch = []
+    if save_states:
+        shape = (call.batch, call.heads, call.seen_states, *sizes)
+        results.append(jax.ShapeDtypeStruct(shape, dtype))
+        specs.append(call.states_spec(call.chunk))
+    else:
+        shape = (1, tiling.heads_per_block, 1, *sizes)
+        scratch.append(compat.mosaic_tpu().VMEM(shape, dtype))
+    tokens = call.batch * call.heads * call.blocks * tiling.block
+    made = compat.tpu_kernel(
+        _forward_body(call),
+        name="linear_attention_chunk_forward",
+        semantics=_SEMANTICS,
+        vmem_bytes=tiling.vmem_bytes(backward=False),
+        interpret=interpret,
+        out_shape=results,
+        grid=(call.batch, call.groups, call.steps),
+        in_specs=[call.input_specs(x, call.query_block, call.key_block), call.state_spec()],
+        out_specs=specs,
+        scratch_shapes=scratch,
+        cost_estimate=call.cost((x, initial), results, tokens * 2 * sizes[0] * sizes[1]),
+    )(x, initial)
+    return tuple(made) if save_states else (*made, None)
+
+
+def _forward_body(call: ChunkCall):
+    tiling = call.tiling
+
+    def body(x: Inputs, initial, out, state, seen):
+        t = pl.program_id(2)
+
+        @pl.when(t == 0)
+        def _():
+            state[...] = initial[...]
+
+        @pl.when(call.starts_chunk(t))
+        def _():
+            seen[:, :, 0] = state[...].astype(seen.dtype)
+
+        @pl.when(t >= call.late)
+        def _():
+            inside = call.inside(call.query_block(t))
+            for h in range(tiling.heads_per_block):
+                q = read_tokens(x.q, h, tiling.key_dim, inside)
+                lanes = slice(h * tiling.value_dim, (h + 1) * tiling.value_dim)
+                out[0, :, lanes] = dot(q, seen[0, h, 0], COLUMNS, ROWS).astype(out.dtype)
+
+        @pl.when(t < call.blocks)
+        def _():
+            inside = call.inside(t)
+            for h in range(tiling.heads_per_block):
+                k = read_tokens(x.k, h, tiling.key_dim, inside)
+                v = read_tokens(x.v, h, tiling.value_dim, inside)
+                decay = read_decay(x, h, tiling.block, between=False)
+                added = dot(scaled(k, decay.to_end), v, ROWS, ROWS)
+                state[0, h] = carried(state[0, h], decay) + added
+
+    return body
+
+
+def backward(
+    x: Inputs,
+    states: jax.Array,
+    final: jax.Array,
+    d_out: jax.Array,
+    d_final: jax.Array,
+    call: ChunkCall,
+    *,
+    interpret=None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """Gradients of q, k, v, the initial state and, where there are decays, their logarithms.
+
+    Arguments and results as of `mosaic_tpu_token.backward`; `final` is the final state.
+    """
+    tiling, last = call.tiling, call.steps - 1
+    sizes = (tiling.key_dim, tiling.value_dim)
+
+    def reverse(order):
+        return lambda t: order(last - t)
+
+    d_decay = edge = edge_spec = None
+    scratch = [compat.mosaic_tpu().VMEM((tiling.heads_per_block, *sizes), jnp.float32)]
+    if x.sums is not None:
+        shape = (call.batch, call.heads, 1, call.blocks * tiling.block)
+        d_decay = jax.ShapeDtypeStruct(shape, jnp.float32)
+        edge = jnp.sum(final * d_final, axis=(-1, -2), keepdims=True)
+        edge_spec = pl.BlockSpec((1, tiling.heads_per_block, 1, 1), lambda b, g, t: (b, g, 0, 0))
+        scratch.append(compat.mosaic_tpu().VMEM((tiling.heads_per_block, 1, 128), jnp.float32))
+    results = (
+        *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x.q, x.k, x.v, d_final)), d_decay,
+    )  # fmt: skip
+    queries, keys = reverse(call.query_block), reverse(call.key_block)
+    specs = call.input_specs(x, queries, keys)
+    tokens = call.batch * call.heads * call.blocks * tiling.block
+    operands = (x, states, d_out, d_final, edge)
+    return compat.tpu_kernel(
+        _backward_body(call),
+        name="linear_attention_chunk_backward",
+        semantics=_SEMANTICS,
+        vmem_bytes=tiling.vmem_bytes(backward=True),
+        interpret=interpret,
+        out_shape=results,
+        grid=(call.batch, call.groups, call.steps),
+        in_specs=[
+            specs, call.states_spec(reverse(call.chunk)),
+            call.token_spec(tiling.value_dim, queries), call.state_spec(), edge_spec,
+        ],
+        out_specs=(
+            specs.q, specs.k, specs.v, call.state_spec(),
+            None if d_decay is None else call.vector_spec(1, keys),
+        ),
+        scratch_shapes=scratch,
+        cost_estimate=call.cost(operands, results, tokens * 4 * sizes[0] * sizes[1]),
+    )(*operands)  # fmt: skip
+
+
+def _backward_body(call: ChunkCall):
+    tiling = call.tiling
+    heads = range(tiling.heads_per_block)
+
+    def body(x: Inputs, states, d_out, d_final, edge, dq, dk, dv, d_state, d_decay, d_seen,
+             current_edge=None):  # fmt: skip
+        step = pl.program_id(2)
+        t = call.steps - 1 - step
+
+        @pl.when(step == 0)
+        def _():
+            d_state[...] = d_final[...]
+            d_seen[...] = jnp.zeros_like(d_seen)
+            if edge is not None:
+                for h in heads:
+                    current_edge[h] = jnp.broadcast_to(edge[0, h], (1, 128))
+
+        @pl.when(t < call.blocks)
+        def _():
+            inside = call.inside(t)
+            for h in heads:
+                _key_gradients(x, h, inside, tiling, dk, dv, d_state, d_decay, current_edge)
+
+        @pl.when(t >= call.late)
+        def _():
+            inside = call.inside(call.query_block(t))
+            for h in heads:
+                q = read_tokens(x.q, h, tiling.key_dim, inside)
+                do = read_tokens(d_out, h, tiling.value_dim, inside)
+                lanes = slice(h * tiling.key_dim, (h + 1) * tiling.key_dim)
+                dq[0, :, lanes] = dot(do, states[0, h, 0], COLUMNS, COLUMNS).astype(dq.dtype)
+                d_seen[h] += dot(q, do, ROWS, ROWS)
+
+        @pl.when(call.starts_chunk(t))
+        def _():
+            d_state[0] += d_seen[...]
+            d_seen[...] = jnp.zeros_like(d_seen)
+            if edge is not None:
+                for h in heads:
+                    product = jnp.sum(states[0, h, 0] * d_state[0, h], keepdims=True)
+                    current_edge[h] = jnp.broadcast_to(product, (1, 128))
+
+    return body
+
+
+def _key_gradients(x, h, inside, tiling, dk, dv, d_state, d_decay, current_edge):
+    """What one head's block of keys, values and decays gets; moves the state's gradient on."""
+    k = read_tokens(x.k, h, tiling.key_dim, inside)
+    v = read_tokens(x.v, h, tiling.value_dim, inside)
+    decay = read_decay(x, h, tiling.block, between=False)
+    d_end = d_state[0, h]
+    rounded = d_end.astype(v.dtype)
+    k_gradient = scaled(dot(v, rounded, COLUMNS, COLUMNS), decay.to_end)
+    v_gradient = scaled(dot(k, rounded, COLUMNS, ROWS), decay.to_end)
+    dk[0, :, h * tiling.key_dim : (h + 1) * tiling.key_dim] = k_gradient.astype(dk.dtype)
+    dv[0, :, h * tiling.value_dim : (h + 1) * tiling.value_dim] = v_gradient.astype(dv.dtype)
+    d_state[0, h] = carried(d_end, decay)
+    if d_decay is not None:
+        ahead = current_edge[h][:, :1] - sum_from_right(k * k_gradient)
+        d_decay[0, h] = ahead
+        current_edge[h] = jnp.broadcast_to(ahead[:, :1], (1, 128))
