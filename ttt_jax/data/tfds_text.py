@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
+from ttt_jax.data import tfds_builders
+
 
 def read(source: str) -> Iterator[tuple[str, str]]:
     """Reads the documents of a prepared data set through `tfds.data_source`.
@@ -20,16 +22,9 @@ def read(source: str) -> Iterator[tuple[str, str]]:
     """
     name, _, split = source.removeprefix("tfds:").partition("[")
     split = split.removesuffix("]") if split else "train"
-    tfds = _import_tfds(source)
-    builder = _builder(tfds, source, name)
-    feature = _text_feature(tfds, builder, source)
-    try:
-        records = builder.as_data_source(split=split)
-    except Exception as error:  # an unknown split, a slice that is none, a missing file: many kinds
-        raise ValueError(
-            f"source={source!r}: the split {split!r} cannot be read ({_first_line(error)}); there "
-            f"are {sorted(builder.info.splits)} in {builder.data_path}"
-        ) from error
+    builder = tfds_builders.prepared(source, name)
+    feature = _text_feature(builder, source)
+    records = tfds_builders.data_source(source, builder, split)
     for number in range(len(records)):
         place = f"{source}, record {number}"
         try:
@@ -38,42 +33,8 @@ def read(source: str) -> Iterator[tuple[str, str]]:
             raise ValueError(f"{place} is not UTF-8 (byte {error.start}); mend it") from error
 
 
-def _import_tfds(source: str) -> Any:
-    try:
-        import tensorflow_datasets as tfds
-    except ImportError as error:
-        raise ValueError(
-            f"source={source!r} needs TFDS: pip install tensorflow-datasets importlib_resources "
-            "pillow"
-        ) from error
-    return tfds
-
-
-def _builder(tfds: Any, source: str, name: str) -> Any:
-    """Finds the prepared data set, without a download. Raises ValueError where there is none."""
-    try:
-        builder = tfds.builder(name, try_gcs=False)
-    except Exception as error:  # unknown names, missing code, missing config: many kinds
-        raise ValueError(
-            f"source={source!r}: TFDS knows no data set {name!r} ({_first_line(error)}); check the "
-            "name and TFDS_DATA_DIR"
-        ) from error
-    if not builder.is_prepared():
-        raise ValueError(
-            f"source={source!r} is not prepared in {builder.data_path}: run once, with network, "
-            f"tfds.builder({name!r}, file_format='array_record').download_and_prepare(), or set "
-            "TFDS_DATA_DIR to the folder that holds it"
-        )
-    if builder.info.file_format.value != "array_record":
-        raise ValueError(
-            f"source={source!r} is prepared as {builder.info.file_format.value} in "
-            f"{builder.data_path}, which has no random access without TensorFlow; prepare it with "
-            f"tfds.builder({name!r}, file_format='array_record').download_and_prepare()"
-        )
-    return builder
-
-
-def _text_feature(tfds: Any, builder: Any, source: str) -> str:
+def _text_feature(builder: Any, source: str) -> str:
+    tfds = tfds_builders.import_tfds(source)
     features = builder.info.features
     texts = [key for key, value in features.items() if isinstance(value, tfds.features.Text)]
     if "text" in texts:
@@ -84,8 +45,3 @@ def _text_feature(tfds: Any, builder: Any, source: str) -> str:
             "you want to a .jsonl file"
         )
     return texts[0]
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__
