@@ -83,7 +83,7 @@ def masked_softmax_attention(q, k, v, visible):
     return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
 
 
-def _attend(q, query_document, keys: KeyValue, *, offset: int, window: int):
+def attend(q, query_document, keys: KeyValue, *, offset: int, window: int):
     """Attention of one block of queries; query i and key i + offset are the same token.
 
     Long blocks go through in pieces of `_QUERY_BLOCK` queries, each against the keys its window
@@ -131,12 +131,12 @@ def _xla_attention(q, own: KeyValue, window: int, previous: KeyValue | None):
     if time <= window:
         keys = own if previous is None else join(previous, own)
         offset = 0 if previous is None else window
-        return _attend(q, own.document, keys, offset=offset, window=window)
+        return attend(q, own.document, keys, offset=offset, window=window)
 
     def attend_block(xs):
         q_block, block, before = xs
         keys = join(before, block)
-        return _attend(q_block, block.document, keys, offset=window, window=window)
+        return attend(q_block, block.document, keys, offset=window, window=window)
 
     blocks = blocks_with_previous(q, own, window, previous)
     out = lax.map(jax.checkpoint(attend_block), blocks)
@@ -174,7 +174,7 @@ def causal_attention(q, k, v, *, window=None, documents=None, previous=None, imp
         raise ValueError(f"{implementation=} must be one of {IMPLEMENTATIONS}")
     if window is not None and window < 1:
         raise ValueError(f"{window=} must be at least 1, or None for all earlier tokens")
-    chosen = _choose(implementation, q, window, documents, previous)
+    chosen = choose(implementation, q, window, documents, previous)
     with jax.named_scope("attention"):
         if chosen == "cudnn":
             return attention_cudnn.attention(q, k, v, window, documents)
@@ -184,7 +184,7 @@ def causal_attention(q, k, v, *, window=None, documents=None, previous=None, imp
         return _xla_attention(q, KeyValue(k, v, documents), window, previous)
 
 
-def _choose(implementation, q, window, documents, previous) -> str:
+def choose(implementation, q, window, documents, previous) -> str:
     """The implementation to run; raises why a named one cannot."""
     if implementation == "xla":
         return "xla"
