@@ -17,6 +17,7 @@ _ORDER = (
     {"layers"},
     {"models"},
     {"data", "metrics", "optim"},
+    {"progress"},
     {"losses"},
     {"train_step"},
     {"tasks"},

@@ -189,18 +189,26 @@ def test_an_unwritable_workdir_is_refused(place, text, tmp_path):
         train.main(tiny_config(text), workdir)
 
 
+def put_in_the_way(folder, spare):
+    """Moves a folder to `spare` and puts a file in its place, while a writer may make it anew."""
+    for attempt in range(100):
+        try:
+            if folder.exists():
+                folder.rename(spare / f"moved-{attempt}")
+            folder.write_text("a file in the way")
+            return
+        except OSError:
+            continue
+    pytest.fail(f"{folder} could not be replaced")
+
+
 def test_a_workdir_that_fails_in_mid_run_is_an_error(text, tmp_path, monkeypatch):
     run = tmp_path / "run"
     place, calls = sharding.place_batch, iter(range(100))
 
     def place_and_break(*args):
         if next(calls) == 2:  # after the checkpoint of step 2 was begun
-            checkpoint_folder = run / "checkpoints"
-            for _ in range(100):
-                shutil.rmtree(checkpoint_folder, ignore_errors=True)
-                if not checkpoint_folder.exists():
-                    break
-            checkpoint_folder.write_text("a file in the way")
+            put_in_the_way(run / "checkpoints", tmp_path)
         return place(*args)
 
     monkeypatch.setattr(sharding, "place_batch", place_and_break)

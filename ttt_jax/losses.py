@@ -11,7 +11,7 @@ from ttt_jax import sharding
 Batch = dict[str, jax.Array]
 Statistics = dict[str, jax.Array]
 # (model, batch, key) -> (sum of weighted losses [], {"count": sum of the weights, and statistics
-# whose mean is reported}); loss / count is the mean loss.
+# to report, scalars or one value a layer}); loss / count is the mean loss.
 Loss = Callable[[nnx.Module, Batch, jax.Array], tuple[jax.Array, Statistics]]
 
 

@@ -1,9 +1,4 @@
-"""What a run reports: a progress line, JSON lines, TensorBoard if it is installed, a plot.
-
-Rates count what has weight alone (real targets, not padding or document starts); model FLOP
-utilisation (MFU) counts every position of the batch, because padding costs as much to compute.
-Neither includes the first step of a process, which compiles.
-"""
+"""What a run writes: JSON lines, TensorBoard where it is installed, a plot; and devices' limits."""
 
 import functools
 import importlib.util
@@ -64,41 +59,11 @@ def peak_flops() -> tuple[float, str]:
     return 2.0 * size**3 / min(seconds), f"measured {size}x{size} float32 product on {kind}"
 
 
-def progress_line(
-    step: int, steps: int, values: dict[str, float], counted: str, seconds_left: float
-) -> str:
-    """Writes one line of progress.
-
-    Args:
-      step, steps: where the run is, and its length.
-      values: loss, <counted>_per_second, mfu, grad_norm, learning_rate and, if any, skipped.
-      counted: what the rate counts, a plural noun.
-      seconds_left: estimate of the time to the end, NaN if unknown.
-
-    >>> values = {"loss": 2.0, "tokens_per_second": 1234.0, "mfu": 0.5, "grad_norm": 1.0,
-    ...           "learning_rate": 1e-3, "skipped": 0}
-    >>> progress_line(5, 10, values, "tokens", 65.0)
-    'step   5/10  loss 2.0000  1,234 tokens/s  MFU 50.0%  grad 1.00  lr 1.00e-03  ETA 1:05'
-    """
-    parts = [
-        f"step {step:>{len(str(steps)) + 1}}/{steps}",
-        f"loss {values['loss']:.4f}",
-    ]
-    rate = values[f"{counted}_per_second"]
-    if math.isfinite(rate):
-        parts.append(f"{rate:,.{0 if rate >= 100 else 1}f} {counted}/s")
-        parts.append(f"MFU {100 * values['mfu']:.1f}%")
-    parts.append(f"grad {values['grad_norm']:.2f}")
-    parts.append(f"lr {values['learning_rate']:.2e}")
-    if values.get("skipped"):
-        parts.append(f"skipped {values['skipped']:.0f}")
-    if math.isfinite(seconds_left):
-        minutes, seconds = divmod(int(seconds_left), 60)
-        hours, minutes = divmod(minutes, 60)
-        parts.append(
-            f"ETA {hours}:{minutes:02}:{seconds:02}" if hours else f"ETA {minutes}:{seconds:02}"
-        )
-    return "  ".join(parts)
+def peak_memory() -> dict[str, float]:
+    """Returns {"peak_memory_gib": ...} of the first local device; {} where it does not tell."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    peak = stats.get("peak_bytes_in_use")
+    return {} if peak is None else {"peak_memory_gib": peak / 2**30}
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -142,23 +107,24 @@ class MetricsLog:
         self._file = self.path.open("a")
         self._board = _tensorboard_writer(pathlib.Path(workdir) / "tensorboard")
 
-    def write(self, step: int, kind: str, values: dict[str, float]) -> None:
+    def write(self, step: int, kind: str, values: dict[str, Any]) -> None:
         """Appends one line and flushes it.
 
         Args:
           step: the run's step.
           kind: "train" or "eval".
-          values: plain numbers by name.
+          values: plain numbers by name, or lists with one number a layer.
         """
         if self._file is None:
             return
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        finite = {name: _finite(value) for name, value in values.items()}
         record = {"step": step, "kind": kind, "time": time.time()} | finite
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
         if self._board is not None:
             for name, value in values.items():
-                self._board.add_scalar(f"{kind}/{name}", value, step)
+                if not isinstance(value, list):
+                    self._board.add_scalar(f"{kind}/{name}", value, step)
             self._board.flush()
 
     def close(self) -> None:
@@ -169,6 +135,13 @@ class MetricsLog:
             self._board.close()
 
 
+def _finite(value: Any) -> Any:
+    """Puts None, which JSON has, for numbers that are not finite."""
+    if isinstance(value, list):
+        return [_finite(x) for x in value]
+    return value if math.isfinite(value) else None
+
+
 def _tensorboard_writer(folder: pathlib.Path) -> Any:
     """Returns a TensorBoard writer, or None where tensorboardX is not installed."""
     if importlib.util.find_spec("tensorboardX") is None:
@@ -176,86 +149,6 @@ def _tensorboard_writer(folder: pathlib.Path) -> Any:
     from tensorboardX import SummaryWriter
 
     return SummaryWriter(str(folder))
-
-
-class Reporter:
-    """Turns the metrics of steps into progress lines and log entries.
-
-    The numbers of a step are fetched when the next one has been started, so that the device
-    never waits for the host.
-    """
-
-    def __init__(self, log: MetricsLog, steps: int, every: int, counted: str, flops: float):
-        """Makes a reporter.
-
-        Args:
-          log: where to write.
-          steps: length of the run.
-          every: steps between two lines.
-          counted: what the metric "count" counts, a plural noun ("tokens").
-          flops: model FLOPs of a training step.
-        """
-        self._log, self._steps, self._every = log, steps, every
-        self._counted, self._flops = counted, flops
-        self._waiting: tuple[int, dict[str, jax.Array]] | None = None
-        self.skipped_in_a_row = 0
-        self.restart()
-
-    def restart(self) -> None:
-        """Reports the waiting step, and begins the next measurement of time after one more."""
-        self.flush()
-        self._since: float | None = None
-        self._total, self._count = 0.0, 0
-
-    def add(self, step: int, values: dict[str, jax.Array]) -> None:
-        """Reports the step before and keeps this one until its numbers are ready.
-
-        Args:
-          step: the step's number.
-          values: its metrics, scalars that may still be being computed.
-        """
-        self.flush()
-        self._waiting = (step, values)
-
-    def flush(self) -> None:
-        """Waits for the step that was added last and reports it."""
-        if self._waiting is None:
-            return
-        step, values = self._waiting[0], jax.device_get(self._waiting[1])
-        self._waiting = None
-        numbers = {name: float(value) for name, value in values.items()}
-        self.skipped_in_a_row = int(numbers.pop("skipped_in_a_row"))
-        if self.skipped_in_a_row:
-            note(
-                f"step {step}: loss or gradient is not finite; the step is skipped "
-                f"({self.skipped_in_a_row} in a row, {numbers['skipped']:.0f} in all)"
-            )
-        numbers[self._counted] = numbers.pop("count")
-        self._total += numbers[self._counted]
-        self._count += 1
-        if step % self._every == 0 or step == self._steps:
-            self._line(step, numbers)
-        elif self._since is None:
-            self._start_clock()
-
-    def _line(self, step: int, numbers: dict[str, float]) -> None:
-        """Prints and logs one step, with the rates since the last line."""
-        per_second = f"{self._counted}_per_second"
-        rates = {per_second: math.nan, "mfu": math.nan}
-        seconds_left = math.nan
-        if self._since is not None:
-            seconds = time.perf_counter() - self._since
-            mfu = self._count * self._flops / seconds / peak_flops()[0]
-            rates = {per_second: self._total / seconds, "mfu": mfu}
-            seconds_left = (self._steps - step) * seconds / self._count
-        self._log.write(step, "train", numbers | rates)
-        values = numbers | rates
-        note(progress_line(step, self._steps, values, self._counted, seconds_left))
-        self._start_clock()
-
-    def _start_clock(self) -> None:
-        self._since = time.perf_counter()
-        self._total, self._count = 0.0, 0
 
 
 def plot_loss(

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from ttt_jax import checkpoint, evaluate, metrics, optim, sharding
+from ttt_jax import checkpoint, evaluate, metrics, optim, progress, sharding
 from ttt_jax.metrics import note
 from ttt_jax.tasks import Result, Task, make_task
 from ttt_jax.train_step import Trainee, TrainState, init_state, make_train_step, make_trainee
@@ -148,12 +148,14 @@ def _run_steps(run: _Run, state: TrainState) -> tuple[TrainState, int]:
     abstract = run.trainee.abstract
     model = nnx.merge(run.trainee.graphdef, abstract.params, abstract.buffers)
     flops = 3 * run.task.flops_per_step(model)
-    reporter = metrics.Reporter(run.log, train.steps, train.log_every, run.task.counted, flops)
+    reporter = progress.Reporter(run.log, train.steps, train.log_every, run.task.counted, flops)
     first, code = int(state.step), 0
     for step in range(first + 1, train.steps + 1):
         _profile(step - first, train.profile_steps, run.log.path.parent / "profile")
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
-            batch = sharding.place_batch(next(run.batches), run.placement)
+            with reporter.timing("data"):
+                batch = next(run.batches)
+            batch = sharding.place_batch(batch, run.placement)
             state, values = train_step(state, batch)
         reporter.add(step, values)
         if train.eval_every and step % train.eval_every == 0 and step < train.steps:
@@ -167,7 +169,8 @@ def _run_steps(run: _Run, state: TrainState) -> tuple[TrainState, int]:
         if code:
             break
         if step % train.save_every == 0 and step < train.steps:
-            run.checkpoints.save(step, state, run.batches, run.config)
+            with reporter.timing("checkpoint"):
+                run.checkpoints.save(step, state, run.batches, run.config)
     reporter.flush()
     if reporter.skipped_in_a_row > train.max_nonfinite_steps:
         code = EXIT_NOT_FINITE
@@ -180,6 +183,7 @@ def _run_steps(run: _Run, state: TrainState) -> tuple[TrainState, int]:
             f"config.train.max_nonfinite_steps={train.max_nonfinite_steps} are borne: lower the "
             "learning rate or look at the data"
         )
+    note(f"Steps {first + 1} to {int(state.step)}: {reporter.summary()}")
     if code:
         note(f"Stopped at step {int(state.step)} with exit code {code}; the state is saved")
     return state, code

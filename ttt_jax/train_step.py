@@ -209,8 +209,8 @@ def loss_and_gradient(
       accumulation_steps: parts into which the batch is cut.
 
     Returns:
-      (loss float32 [], gradient like `params`, {"count": sum of the weights, and each statistic
-      of the task averaged to a scalar}, the buffers after the step: the mean over the parts).
+      (loss float32 [], gradient like `params`, {"count": sum of the weights, and the statistics
+      of the task}, the buffers after the step; statistics and buffers are means over the parts).
     """
 
     def summed_loss(params: Any, part: Batch, key: jax.Array) -> tuple[jax.Array, Any]:
@@ -218,7 +218,7 @@ def loss_and_gradient(
         total, stats = loss(model, part, key)
         count = stats.pop("count")
         after = nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
-        means = jax.tree.map(lambda x: x / accumulation_steps, (_scalars(stats), after))
+        means = jax.tree.map(lambda x: x / accumulation_steps, (stats, after))
         return total, (count, *means)
 
     value_and_grad = jax.value_and_grad(summed_loss, has_aux=True)
@@ -239,11 +239,6 @@ def loss_and_gradient(
     divisor = jnp.maximum(count, 1.0)
     gradient = jax.tree.map(lambda g: g / divisor, gradient)
     return total / divisor, gradient, stats | {"count": count}, after
-
-
-def _scalars(stats: Metrics) -> Metrics:
-    """Averages each statistic (one value a layer, say) to a scalar."""
-    return {name: jnp.mean(value) for name, value in stats.items()}
 
 
 def _split_rows(x: jax.Array, parts: int) -> jax.Array:
@@ -274,8 +269,8 @@ def make_train_step(
     Returns:
       A compiled function (state, batch) -> (state, metrics). Call it under
       `jax.set_mesh(trainee.mesh)`; the state given to it must not be used again. The metrics are
-      replicated scalars: loss (mean), grad_norm (before clipping), learning_rate, count, skipped,
-      skipped_in_a_row, and the task's statistics.
+      replicated: the scalars loss (mean), grad_norm (before clipping), learning_rate, count,
+      skipped, skipped_in_a_row, and the task's statistics, scalars or one value a layer.
     """
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:

@@ -117,6 +117,11 @@ def test_decoding_goes_on_learning_at_chunk_boundaries_only():
     assert stats["state_norm"].shape == (2,)
     squares = sum(jnp.sum(w**2, axis=(3, 4)).mean(axis=(1, 2)) for w in after.values())
     assert_close(stats["state_norm"], jnp.sqrt(squares), tolerance("float32", 64))
+    start = init_cache(model, 1).layers.state.weights
+    squares = sum(
+        jnp.sum((after[name] - start[name]) ** 2, axis=(3, 4)).mean(axis=(1, 2)) for name in after
+    )
+    assert_close(stats["update_norm"], jnp.sqrt(squares), tolerance("float32", 64))
 
 
 @pytest.mark.parametrize("variant", [0, 2, 3, 4, 6, "transformer"])

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ttt_jax.layers.attention import causal_attention
 from ttt_jax.layers.attention_cache import (
     AttentionCache,
     cached_attention,
@@ -15,6 +14,7 @@ from ttt_jax.layers.attention_cache import (
 from ttt_jax.layers.linear import Linear
 from ttt_jax.layers.rms_norm import RMSNorm
 from ttt_jax.layers.rotary import RotaryTables, apply_rotary
+from ttt_jax.layers.sharded import sharded_attention
 from ttt_jax.layers.ttt_branch import TTTBranch
 
 _NORM_EPSILON = 1e-5
@@ -154,7 +154,7 @@ class AttentionLayer(nnx.Module):
         return q, apply_rotary(self._split(k), info.tables), self._split(v)
 
     def _attend(self, q, k, v, info):
-        return causal_attention(
+        return sharded_attention(
             *self._rotated(q, k, v, info),
             window=self.window,
             documents=info.documents,
@@ -182,7 +182,7 @@ class LactLayer(AttentionLayer):
     >>> tables = rotary_tables(jnp.arange(6)[None], 8, 1e4, "float32")
     >>> y, stats = layer(jnp.ones((1, 6, 16)), TokenInfo(tables))
     >>> y.shape, list(stats)
-    ((1, 6, 16), ['state_norm'])
+    ((1, 6, 16), ['state_norm', 'update_norm'])
     """
 
     def __init__(
@@ -214,12 +214,17 @@ class LactLayer(AttentionLayer):
           info: places and documents of the tokens.
 
         Returns:
-          ([batch, time, hidden], {"state_norm": norm of the final fast weights}).
+          ([batch, time, hidden], {"state_norm": norm of the final fast weights, "update_norm":
+          norm of what the row added to them}).
         """
         q, k, v = self._project(x)
-        fast, state = self._run_branch(x, q, k, v, info)
+        options = dict(tables=self._fast_tables(info), segment_ids=info.segment_ids)
+        fast, final = self.branch(x, q, k, v, **options)
         mixed = self._attend(q, k, v, info).reshape(x.shape)
-        return self.out(mixed + fast), {"state_norm": state_norm(state.weights)}
+        initial = self.branch.weights()
+        added = {name: w - initial[name] for name, w in final.items()}
+        stats = {"state_norm": state_norm(final), "update_norm": state_norm(added)}
+        return self.out(mixed + fast), stats
 
     def decode(self, x, cache: LactCache, info: TokenInfo):
         """Mixes new tokens with those before; the fast weights go on learning.
@@ -233,7 +238,8 @@ class LactLayer(AttentionLayer):
           ([batch, time, hidden], the cache after the new tokens).
         """
         q, k, v = self._project(x)
-        fast, state = self._run_branch(x, q, k, v, info, cache.state)
+        options = dict(tables=self._fast_tables(info), segment_ids=info.segment_ids)
+        fast, state = self.branch.decode(x, q, k, v, initial_state=cache.state, **options)
         mixed, attention = self._attend_cached(q, k, v, cache.attention, info)
         return self.out(mixed.reshape(x.shape) + fast), LactCache(attention, state)
 
@@ -251,14 +257,11 @@ class LactLayer(AttentionLayer):
         nothing = jnp.zeros((batch, 1, width), self.dtype)
         padding = jnp.full((batch, 1), -1, jnp.int32)
         # One token of padding leaves the state as it starts, in the form in which it is carried.
-        _, state = self.branch(nothing, *[nothing] * 3, tables=None, segment_ids=padding)
+        _, state = self.branch.decode(nothing, *[nothing] * 3, tables=None, segment_ids=padding)
         return LactCache(super().init_cache(batch, length), state)
 
-    def _run_branch(self, x, q, k, v, info, state=None):
-        tables = info.tables if self.fast_rotary else None
-        return self.branch(
-            x, q, k, v, tables=tables, segment_ids=info.segment_ids, initial_state=state
-        )
+    def _fast_tables(self, info):
+        return info.tables if self.fast_rotary else None
 
 
 def state_norm(weights):
