@@ -51,7 +51,7 @@ def test_a_checkpoint_of_eight_devices_goes_on_elsewhere(mesh, eight_devices):
 
 
 def test_a_mesh_that_does_not_fit_the_devices_is_refused():
-    with pytest.raises(ValueError, match=r"data=3, fsdp=1, model=1 do not multiply to the 1"):
+    with pytest.raises(ValueError, match=r"data=3, fsdp=1, seq=1, model=1 do not multiply to the 1"):
         sharding.make_mesh(data=3, devices=jax.devices()[:1])
     with pytest.raises(ValueError, match="model=2"):
         sharding.make_mesh(model=2, devices=jax.devices()[:1])

@@ -193,6 +193,7 @@ class MeshConfig:
     Attributes:
       data: copies of the model, each on its own rows of the batch.
       fsdp: devices that split the rows and also hold one slice of each parameter.
+      seq: devices that split the tokens of each row of text; it divides the sequence length.
       model: devices that split heads, hidden units and vocabulary.
 
     >>> MeshConfig(fsdp=8).validate()
@@ -200,12 +201,13 @@ class MeshConfig:
 
     data: int = -1
     fsdp: int = 1
+    seq: int = 1
     model: int = 1
 
     def validate(self) -> None:
         """Checks every field. Raises ValueError naming the field, its value and the rule."""
-        sizes = (self.data, self.fsdp, self.model)
-        for name, size in zip(("data", "fsdp", "model"), sizes, strict=True):
+        sizes = (self.data, self.fsdp, self.seq, self.model)
+        for name, size in zip(("data", "fsdp", "seq", "model"), sizes, strict=True):
             _check(size == -1 or size >= 1, f"mesh.{name}", size, "must be -1 or at least 1")
         _check(sizes.count(-1) <= 1, "mesh", sizes, "at most one axis may be -1")
 
@@ -238,6 +240,10 @@ class Config:
         parts = self.train.accumulation_steps
         rule = f"must be a multiple of config.train.accumulation_steps={parts}"
         _check(self.data.batch_size % parts == 0, "data.batch_size", self.data.batch_size, rule)
+        length = getattr(self.data, "sequence_length", None)
+        if length is not None and self.mesh.seq > 1:
+            rule = f"must be a multiple of config.mesh.seq={self.mesh.seq}"
+            _check(length % self.mesh.seq == 0, "data.sequence_length", length, rule)
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -253,7 +259,7 @@ def to_dict(config: Any) -> dict[str, Any]:
       ValueError: a field holds something that JSON would not give back.
 
     >>> to_dict(MeshConfig())
-    {'class': 'ttt_jax.config.MeshConfig', 'data': -1, 'fsdp': 1, 'model': 1}
+    {'class': 'ttt_jax.config.MeshConfig', 'data': -1, 'fsdp': 1, 'seq': 1, 'model': 1}
     """
     out: dict[str, Any] = {"class": f"{type(config).__module__}.{type(config).__qualname__}"}
     for field in dataclasses.fields(config):

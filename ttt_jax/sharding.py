@@ -14,11 +14,12 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-MESH_AXES = ("data", "fsdp", "model")
+MESH_AXES = ("data", "fsdp", "seq", "model")
 
 # Logical name -> mesh axes. A name that is missing here, and None, stay whole on every device.
 LOGICAL_RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp"),
+    "seq": ("seq",),
     "embed": ("fsdp",),
     "mlp": ("model",),
     "heads": ("model",),
@@ -29,12 +30,16 @@ AxisNames = Sequence[str | None]
 
 
 def make_mesh(
-    data: int = -1, fsdp: int = 1, model: int = 1, devices: Sequence[jax.Device] | None = None
+    data: int = -1,
+    fsdp: int = 1,
+    seq: int = 1,
+    model: int = 1,
+    devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-    """Builds a mesh with the axes data, fsdp and model.
+    """Builds a mesh with the axes data, fsdp, seq and model.
 
     Args:
-      data, fsdp, model: devices along each axis; at most one is -1 and takes what is left.
+      data, fsdp, seq, model: devices along each axis; at most one is -1 and takes what is left.
       devices: the devices to use, all of `jax.devices()` by default.
 
     Returns:
@@ -44,19 +49,19 @@ def make_mesh(
       ValueError: the sizes do not multiply to the number of devices.
 
     >>> dict(make_mesh(devices=jax.devices()[:1]).shape)
-    {'data': 1, 'fsdp': 1, 'model': 1}
+    {'data': 1, 'fsdp': 1, 'seq': 1, 'model': 1}
     """
     devices = jax.devices() if devices is None else devices
-    sizes = [data, fsdp, model]
+    sizes = [data, fsdp, seq, model]
     known = math.prod(size for size in sizes if size != -1)
     if sizes.count(-1) == 1 and known > 0 and len(devices) % known == 0:
         sizes[sizes.index(-1)] = len(devices) // known
     if min(sizes) < 1 or math.prod(sizes) != len(devices):
         raise ValueError(
-            f"config.mesh: data={data}, fsdp={fsdp}, model={model} do not multiply to the "
-            f"{len(devices)} devices at hand; set one of them to -1 to take what is left"
+            f"config.mesh: data={data}, fsdp={fsdp}, seq={seq}, model={model} do not multiply to "
+            f"the {len(devices)} devices at hand; set one of them to -1 to take what is left"
         )
-    return jax.make_mesh(tuple(sizes), MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+    return jax.make_mesh(tuple(sizes), MESH_AXES, axis_types=(AxisType.Auto,) * 4, devices=devices)
 
 
 def partition_spec(
@@ -121,14 +126,38 @@ def constrain(x: jax.Array, names: AxisNames) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, partition_spec(names, x.shape, sizes))
 
 
+def sequence_axis(length: int) -> str | None:
+    """Names the axis of the ambient mesh over which sequences are cut, or None.
+
+    Args:
+      length: tokens of a row.
+
+    Raises:
+      ValueError: the axis does not divide the length.
+
+    >>> print(sequence_axis(512))
+    None
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    (axis,) = LOGICAL_RULES["seq"]
+    if mesh.empty or axis in mesh.manual_axes or mesh.shape.get(axis, 1) == 1:
+        return None
+    if length % mesh.shape[axis]:
+        raise ValueError(
+            f"sequence_length={length} must be a multiple of mesh.seq={mesh.shape[axis]}: every "
+            "device holds a stretch of the same length; change one of them"
+        )
+    return axis
+
+
 def on_each_device(
     function: Callable[..., Any], arrays: Sequence[jax.Array], names: Sequence[AxisNames], out: Any
 ) -> Any:
     """Calls a function that treats the named axes' entries apart, on each device's own entries.
 
     For what the compiler cannot cut by itself: a TPU refuses a Pallas kernel whose operands lie on
-    several devices, and a GPU gathers them. Nothing is communicated. Without a mesh, or inside a
-    `jax.shard_map` over all of it, this is `function(*arrays)`.
+    several devices, and a GPU gathers them. Nothing is communicated but by the function itself.
+    Without a mesh, or inside a `jax.shard_map` over all of it, this is `function(*arrays)`.
 
     Args:
       function: of arrays like `arrays`, but for the sizes of the axes that are cut.

@@ -125,15 +125,15 @@ def ttt(
     return jnp.swapaxes(out, 1, 2), state
 
 
-def final_state(state: State, axis_name: str) -> State:
+def final_state(state, axis_name: str):
     """The state after the whole sequence, on every device: the last one's.
 
     Args:
-      state: what ``ttt`` returned on each device.
+      state: the state that ``ttt`` returned on each device, or a part of it.
       axis_name: the mesh axis.
 
     Returns:
-      The last device's state; an all-reduce of its size.
+      The last device's; an all-reduce of its size.
     """
     last = lax.axis_index(axis_name) == lax.axis_size(axis_name) - 1
     return jax.tree.map(lambda x: lax.psum(jnp.where(last, x, 0), axis_name), state)

@@ -10,6 +10,7 @@ from ttt_jax.layers.fast_weights import FastWeights
 from ttt_jax.layers.linear import Linear, inverse_softplus
 from ttt_jax.layers.rms_norm import RMSNorm, at_least_float32, l2_normalize
 from ttt_jax.layers.rotary import RotaryTables, apply_rotary
+from ttt_jax.layers.sharded import sharded_ttt
 from ttt_jax.sharding import param
 
 _BASE_RATE = 0.001
@@ -31,7 +32,7 @@ class TTTBranch(nnx.Module):
     >>> branch = TTTBranch(16, 2, presets.lact_llm(variant=6, chunk_size=4), attention_heads=2,
     ...                    low_rank=0, stddev=0.02, dtype="float32", rngs=nnx.Rngs(0))
     >>> x = jnp.ones((1, 6, 16))
-    >>> y, state = branch(x, x, x, x, tables=None)
+    >>> y, final = branch(x, x, x, x, tables=None)
     >>> y.shape
     (1, 6, 16)
     """
@@ -92,10 +93,8 @@ class TTTBranch(nnx.Module):
         self.momentum = gate(heads) if _per_token(spec.momentum) else None
         self.output_scale = gate(heads) if learned_scale else None
 
-    def __call__(
-        self, x, q, k, v, *, tables: RotaryTables | None, segment_ids=None, initial_state=None
-    ):
-        """Runs the branch.
+    def __call__(self, x, q, k, v, *, tables: RotaryTables | None, segment_ids=None):
+        """Runs the branch over whole rows, on the ambient mesh.
 
         Args:
           x: [batch, time, hidden]: input of the layer, already normalised.
@@ -104,33 +103,60 @@ class TTTBranch(nnx.Module):
           v: [batch, time, hidden].
           tables: rotary tables of the attention's head size, or None for no rotation.
           segment_ids: [batch, time], int32, as in `ttt_jax.ttt`.
-          initial_state: state that the row's first document continues.
 
         Returns:
-          ([batch, time, hidden] in the compute dtype, final state of the inner loop).
+          ([batch, time, hidden] in the compute dtype, the final fast weights without gradient,
+          name to [batch, heads, in, out]).
+
+        Raises:
+          ValueError: from `sharded_ttt`, for a mode or a mesh that the inner loop forbids.
+        """
+        with jax.named_scope("ttt"):
+            options = dict(mode=self.mode, implementation=self.implementation)
+            inputs = self._inputs(x, q, k, v, tables)
+            out, final = sharded_ttt(
+                self.spec, self.weights(), **inputs, segment_ids=segment_ids, **options
+            )
+            return self._output(out, x), final
+
+    def decode(
+        self, x, q, k, v, *, tables: RotaryTables | None, segment_ids=None, initial_state=None
+    ):
+        """Runs the branch over new tokens that continue a state.
+
+        Args:
+          x, q, k, v, tables, segment_ids: as in `__call__`.
+          initial_state: state that the row's first document continues; None for the initial
+            weights.
+
+        Returns:
+          ([batch, time, hidden] in the compute dtype, the state after the last token).
 
         Raises:
           ValueError: from `ttt_jax.ttt`, for a mode that the inner loop forbids.
         """
         with jax.named_scope("ttt"):
-            fast_q, fast_k, fast_v = self._fast_inputs(q, k, v, tables)
-            gates = self._gates(x)
             out, state = ttt(
                 self.spec,
                 self.weights(),
-                fast_q,
-                fast_k,
-                fast_v,
-                **gates,
+                **self._inputs(x, q, k, v, tables),
                 segment_ids=segment_ids,
                 initial_state=initial_state,
                 mode=self.mode,
                 implementation=self.implementation,
             )
-            out = self.norm(out)
-            if self.output_scale is not None:
-                out = out * jax.nn.silu(self.output_scale(x))[..., None]
-            return out.reshape(x.shape).astype(self.dtype), state
+            return self._output(out, x), state
+
+    def _inputs(self, x, q, k, v, tables):
+        """What the inner loop reads: q, k, v and the gates that it takes per token."""
+        fast = zip("qkv", self._fast_inputs(q, k, v, tables), strict=True)
+        return dict(fast) | self._gates(x)
+
+    def _output(self, out, x):
+        out = self.norm(out)
+        if self.output_scale is not None:
+            out = out * jax.nn.silu(self.output_scale(x))[..., None]
+        return out.reshape(x.shape).astype(self.dtype)
 
     def _fast_inputs(self, q, k, v, tables):
         wide = at_least_float32(self.dtype)
