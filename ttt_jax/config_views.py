@@ -1,0 +1,78 @@
+"""The typed configuration of posed views: which scenes, and which of their views are seen."""
+
+import dataclasses
+from typing import Any
+
+SAMPLING = ("random", "nearest")
+HELD_OUT = ("scenes", "views")
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class ViewsConfig:
+    """Scenes of posed images, and how examples of input and target views are drawn from them.
+
+    Attributes:
+      source: "builtin" (scenes that the project renders itself, new ones at every step), the path
+        of a camera file of LaCT's JSON format or of a JSON list of such files, or a folder: of
+        scenes with such a file each, or of RealEstate10K's .txt files.
+      frames: folder of RealEstate10K's frames, NAME/TIMESTAMP.png or .jpg for NAME.txt; "" takes
+        the source folder itself.
+      height: rows of the images given to the model, in pixels; a multiple of its patch size.
+      width: columns.
+      input_views: views that the model sees of each scene.
+      target_views: views that it renders.
+      sampling: which views make an example: "random" ones, or the "nearest" to one of them.
+      held_out: what evaluation is on: "scenes" that training never sees, or "views", of scenes
+        that it does see.
+      eval_fraction: part of the scenes (at least one), or of each scene's views, held out; unused
+        by "builtin".
+      eval_scenes: scenes of an evaluation with "builtin".
+      centre_cameras: express each example's cameras in the mean frame of its input views, with the
+        farthest of them at distance 1; for scenes of arbitrary place and scale (RealEstate10K).
+      batch_size: scenes of one optimizer step, over all processes and accumulation steps, B.
+      shuffle_seed: seed of the order of the scenes and of the views.
+      num_workers: reader processes; 0 reads in the training process.
+
+    >>> ViewsConfig(height=64, width=96).validate()
+    """
+
+    source: str = "builtin"
+    frames: str = ""
+    height: int = 32
+    width: int = 32
+    input_views: int = 4
+    target_views: int = 4
+    sampling: str = "random"
+    held_out: str = "scenes"
+    eval_fraction: float = 0.1
+    eval_scenes: int = 32
+    centre_cameras: bool = False
+    batch_size: int = 8
+    shuffle_seed: int = 0
+    num_workers: int = 0
+
+    def validate(self) -> None:
+        """Checks every field. Raises ValueError naming the field, its value and the rule."""
+        counts = ("height", "width", "input_views", "target_views", "eval_scenes", "batch_size")
+        for name in (*counts, "shuffle_seed", "num_workers"):
+            value, least = getattr(self, name), int(name in counts)
+            is_int = isinstance(value, int) and not isinstance(value, bool)
+            _check(is_int and value >= least, name, value, f"must be an integer >= {least}")
+        for name, allowed in (("sampling", SAMPLING), ("held_out", HELD_OUT)):
+            value = getattr(self, name)
+            _check(value in allowed, name, value, f"must be one of {allowed}")
+        fraction = self.eval_fraction
+        _check(0 < fraction < 1, "eval_fraction", fraction, "must lie in (0, 1)")
+        builtin = self.source == "builtin"
+        rule = 'name "builtin", a camera file, a list of them, or a folder'
+        _check(bool(self.source), "source", self.source, rule)
+        rule = 'is for RealEstate10K alone; "builtin" has no frames'
+        _check(not (builtin and self.frames), "frames", self.frames, rule)
+        rule = '"builtin" makes new scenes at every step; hold out "scenes"'
+        _check(not builtin or self.held_out == "scenes", "held_out", self.held_out, rule)
+
+
+def _check(condition: bool, name: str, value: Any, rule: str) -> None:
+    """Raises ValueError(name, value, rule) unless `condition` holds."""
+    if not condition:
+        raise ValueError(f"config.data.{name}={value!r}: {rule}")
