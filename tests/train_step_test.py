@@ -164,7 +164,7 @@ def test_running_statistics_average_and_keys(accumulation):
         build=lambda _, rngs: Counter(), averaged=True,
     )  # fmt: skip
     x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)), jnp.float32)
-    options = dict(accumulation_steps=accumulation, ema_decay=0.75, seed=3)
+    options = dict(accumulation_steps=accumulation, ema_decay=0.75)
     step = train_step.make_train_step(whole, counter_loss, **options)
     state, average, drawn = train_step.init_state(whole, 0), np.zeros(3), []
     with jax.set_mesh(whole.mesh):
@@ -176,6 +176,8 @@ def test_running_statistics_average_and_keys(accumulation):
         assert_close(state.buffers["mean"], (1 - 0.9**2) * np.mean(x, 0), limit)
         assert_close(state.best_params()["w"], average, limit)
         assert drawn[0] != drawn[1]
+        _, metrics = step(train_step.init_state(whole, 1), {"x": x})
+        assert float(metrics["drawn"]) not in drawn  # another seed
         again, metrics = step(train_step.init_state(whole, 0), {"x": x})
         assert float(metrics["drawn"]) == drawn[0]
         kept = jax.tree.map(np.array, again)

@@ -143,7 +143,6 @@ def _run_steps(run: _Run, state: TrainState) -> tuple[TrainState, int]:
         run.task.loss,
         accumulation_steps=train.accumulation_steps,
         ema_decay=train.ema_decay,
-        seed=train.seed,
     )
     abstract = run.trainee.abstract
     model = nnx.merge(run.trainee.graphdef, abstract.params, abstract.buffers)

@@ -27,6 +27,7 @@ class TrainState(NamedTuple):
       step: int32 [], batches consumed; skipped ones count.
       skipped: int32 [], steps whose loss or gradient was not finite and which changed nothing.
       skipped_in_a_row: int32 [], how many of them came last without a good one between.
+      key: uint32 [2], data of the run's random key; a step's key is this one folded with `step`.
       params: nested dicts of float32 arrays, as of `nnx.to_pure_dict`.
       buffers: running statistics (`nnx.BatchStat`) likewise; {} for most models.
       average: moving average of the parameters; {} where the run keeps none.
@@ -36,6 +37,7 @@ class TrainState(NamedTuple):
     step: jax.Array
     skipped: jax.Array
     skipped_in_a_row: jax.Array
+    key: jax.Array
     params: Any
     buffers: Any
     average: Any
@@ -100,13 +102,15 @@ def make_trainee(
     optimizer, learning_rate = optim.make_optimizer(optimizer_config, names, steps)
 
     def init(seed: jax.Array) -> TrainState:
-        model = build(model_config, rngs=nnx.Rngs(jax.random.key(seed)))
+        key = jax.random.key(seed)
+        model = build(model_config, rngs=nnx.Rngs(key))
         params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
         buffers = nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
         zero = jnp.zeros((), jnp.int32)
         # A copy: the state is donated, and no buffer can be given away twice.
         average = jax.tree.map(jnp.copy, params) if averaged else {}
-        return TrainState(zero, zero, zero, params, buffers, average, optimizer.init(params))
+        start = (zero, zero, zero, jax.random.key_data(key))
+        return TrainState(*start, params, buffers, average, optimizer.init(params))
 
     abstract = jax.eval_shape(init, jax.ShapeDtypeStruct((), jnp.int32))
     shardings = sharding.like_params(abstract, shapes, mesh)
@@ -252,7 +256,6 @@ def make_train_step(
     *,
     accumulation_steps: int = 1,
     ema_decay: float = 0.0,
-    seed: int = 0,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Builds the step: loss, gradient, update, all in one program with a donated state.
 
@@ -264,7 +267,6 @@ def make_train_step(
       loss: see `ttt_jax.losses.Loss`.
       accumulation_steps: parts into which each batch is cut.
       ema_decay: decay a step of the average of the parameters, where the state keeps one.
-      seed: of the random keys; a step's key depends on this and on the step's number alone.
 
     Returns:
       A compiled function (state, batch) -> (state, metrics). Call it under
@@ -274,7 +276,7 @@ def make_train_step(
     """
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        key = jax.random.fold_in(jax.random.key(seed), state.step)
+        key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
         mean, gradient, stats, buffers = loss_and_gradient(
             loss, trainee.graphdef, state.params, state.buffers, batch, key, accumulation_steps
         )
@@ -291,6 +293,7 @@ def make_train_step(
             state.step + 1,
             state.skipped + missed,
             (state.skipped_in_a_row + missed) * missed,
+            state.key,
             *chosen,
         )
         metrics = stats | {
