@@ -54,6 +54,10 @@ class RenderedExamples:
     def __len__(self) -> int:
         return _ENDLESS if self._train else self._config.eval_scenes
 
+    def names(self) -> list[str]:
+        """Returns the scenes' names: their numbers."""
+        return [f"rendered {index}" for index in range(self._config.eval_scenes)]
+
     def example(self, index: int) -> Example:
         """Renders the views of scene `index`."""
         config = self._config
@@ -83,6 +87,10 @@ class FileExamples:
 
     def __len__(self) -> int:
         return _ENDLESS if self._train else len(self._groups)
+
+    def names(self) -> list[str]:
+        """Returns the name of each held-out example's scene."""
+        return [self._scenes[number].name for number, _, _ in self._groups]
 
     def example(self, index: int) -> Example | None:
         """Loads the views of example `index`; views that cannot be read give way to others."""
@@ -251,6 +259,10 @@ class ViewSource:
     def examples(self, split: str) -> Examples:
         """Returns the examples of "train" or "eval"."""
         return self._splits[("train", "eval").index(split)]
+
+    def names(self, split: str) -> list[str]:
+        """Returns the name of each example's scene, for a split of limited length."""
+        return self.examples(split).names()
 
     def batches(
         self, split: str, batch_size: int, process_index: int = 0, process_count: int = 1
