@@ -22,7 +22,7 @@ from ttt_jax.models.h_vittt import HViTTTConfig
 from ttt_jax.models.lact_llm import LactLLMConfig
 from ttt_jax.models.lact_nvs import LactNVSConfig
 from ttt_jax.models.vittt import ViTTTConfig
-from ttt_jax.train_step import Trainee, TrainState, abstract_params, make_trainee
+from ttt_jax.train_step import Trainee, TrainState, abstract_params, init_state, make_trainee
 
 DTYPES = {
     "float32": np.dtype(np.float32),
@@ -190,14 +190,9 @@ def _fresh_state(config: Any, params: dict, buffers: dict) -> TrainState:
         averaged=config.train.ema_decay > 0,
     )
     placed = jax.device_put(params, trainee.shardings.params)
-    init = jax.jit(trainee.optimizer.init, out_shardings=trainee.shardings.optimizer)
-    zero = jnp.zeros((), jnp.int32)
-    return TrainState(
-        zero,
-        zero,
-        zero,
-        placed,
-        jax.device_put(buffers, trainee.shardings.buffers),
-        jax.tree.map(jnp.copy, placed) if config.train.ema_decay > 0 else {},
-        init(placed),
+    # The optimizer's fresh state does not depend on the parameters' values.
+    return init_state(trainee, config.train.seed)._replace(
+        params=placed,
+        buffers=jax.device_put(buffers, trainee.shardings.buffers),
+        average=jax.tree.map(jnp.copy, placed) if config.train.ema_decay > 0 else {},
     )
