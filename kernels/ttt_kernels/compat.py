@@ -121,9 +121,19 @@ def mosaic_tpu():
 
 
 def tpu_problem() -> str | None:
-    """Why the Mosaic TPU kernels cannot run in the program being traced, or None when they can."""
+    """Why the Mosaic TPU kernels cannot run in the program being traced, or None when they can.
+
+    They need a program for a TPU, and where the ambient mesh has several devices a
+    `jax.shard_map(..., check_vma=False)` around the call: JAX does not cut a kernel by itself.
+    """
     platform = target_platform()
-    return None if platform == "tpu" else f"the program is for a {platform.upper()}, not a TPU"
+    if platform != "tpu":
+        return f"the program is for a {platform.upper()}, not a TPU"
+    mesh = jax.sharding.get_abstract_mesh()
+    spread = {a: n for a, n in mesh.shape.items() if n > 1 and a not in mesh.manual_axes}
+    if spread:
+        return f"the mesh axes {spread} are not inside a jax.shard_map around the call"
+    return None
 
 
 def tpu_interpret_params(detect_races: bool = True, seed: int = 0, cores: int = 1):

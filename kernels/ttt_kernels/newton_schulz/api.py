@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from ttt_kernels.newton_schulz import xla
+from ttt_kernels import compat
+from ttt_kernels.newton_schulz import mosaic_tpu, xla
 
 # The triples of LaCT-LLM (Zhang et al., Test-Time Training Done Right, 2025), one an iteration.
 LACT_COEFFICIENTS = (
@@ -43,13 +44,15 @@ def newton_schulz(
       coefficients: one triple (a, b, c) an iteration; an empty sequence only normalises.
       eps: added to the Frobenius norm. Matrices whose norm is not well above it stay small.
       dtype: dtype of the products; ``None`` is ``x.dtype``. ``bfloat16`` is the official choice.
-      implementation: ``"xla"``, or ``None`` for the best one here.
+      implementation: ``"xla"`` (any device), ``"mosaic_tpu"`` (one launch for all iterations, on
+        TPUs), or ``None`` for the best one here. A named one never falls back.
 
     Returns:
       ``[..., rows, columns]`` in ``x.dtype``.
 
     Raises:
       ValueError: ``x`` has fewer than two axes or is not floating; an unknown implementation.
+      NotImplementedError: the named implementation cannot run these arguments here.
 
     Source: Jordan et al., *Muon* (2024); coefficient tables of LaCT (Zhang et al., 2025).
 
@@ -63,6 +66,14 @@ def newton_schulz(
         raise ValueError(f"{x.shape=}: newton_schulz needs matrices, [..., rows, columns]")
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"{x.dtype=}: newton_schulz needs a floating dtype; cast x first")
-    if implementation not in (None, "xla"):
-        raise ValueError(f"{implementation=} is unknown; use 'xla' or None")
-    return xla.newton_schulz(x, tuple(coefficients), eps, jnp.dtype(dtype or x.dtype))
+    if implementation not in (None, "xla", "mosaic_tpu"):
+        raise ValueError(f"{implementation=} is unknown; use 'xla', 'mosaic_tpu' or None")
+    coefficients, dtype = tuple(coefficients), jnp.dtype(dtype or x.dtype)
+    problem = mosaic_tpu.unsupported(x, len(coefficients), dtype) or compat.tpu_problem()
+    if implementation == "mosaic_tpu" and problem:
+        raise NotImplementedError(
+            f"implementation='mosaic_tpu' cannot run here: {problem}; implementation='xla' can"
+        )
+    if implementation == "xla" or problem:
+        return xla.newton_schulz(x, coefficients, eps, dtype)
+    return mosaic_tpu.newton_schulz(x, coefficients, eps, dtype)
