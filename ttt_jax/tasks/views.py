@@ -88,18 +88,18 @@ class Views:
     def loss(
         self, model: nnx.Module, batch: Batch, key: jax.Array
     ) -> tuple[jax.Array, dict[str, Any]]:
-        """Sums over scenes the mean squared error of their target views (see `Task.loss`).
+        """Sums over target views their mean squared error, and counts them (see `Task.loss`).
 
-        The statistic is psnr, the mean over scenes of −10 log10 of that error.
+        The statistic is psnr, the mean over scenes of −10 log10 of the scene's error.
         """
         images, cameras, target_images, targets = split_views(batch, self.data.input_views)
         out = model(images, cameras, targets)
         errors = jnp.mean(jnp.square(out - target_images), axis=(1, 2, 3, 4))
-        weights = batch["weights"]
-        count = jnp.sum(weights)
+        weights, views = batch["weights"], out.shape[1]
+        rows = jnp.sum(weights)
         decibels = -10 * jnp.log10(jnp.maximum(errors, 1e-10))
-        mean = jnp.sum(weights * decibels) / jnp.maximum(count, 1)
-        return jnp.sum(weights * errors), {"count": count, "psnr": mean}
+        mean = jnp.sum(weights * decibels) / jnp.maximum(rows, 1)
+        return views * jnp.sum(weights * errors), {"count": views * rows, "psnr": mean}
 
     def flops_per_step(self, model: nnx.Module) -> float:
         """Counts every scene of a batch."""
