@@ -4,6 +4,7 @@ import collections
 import io
 import os
 import pickle
+import pickletools
 import zipfile
 
 import hypothesis
@@ -64,6 +65,24 @@ def test_safetensors_as_the_official_library_writes_them(tmp_path):
     length = int.from_bytes(data[:8], "little")
     assert length % 8 == 0 and data[8 + len(header) : 8 + length].strip() == b""
     assert data[8 + length :] == b"".join(tensors[name].tobytes() for name in "sébca")
+
+
+def test_a_written_archive_has_what_torch_load_takes(tmp_path):
+    """Opcodes, names and entries that its loader for weights alone knows."""
+    torch_archive.write(tmp_path / "x.pt", {"w": np.ones((2, 0, 3)), "b": np.float32([2**0.5])})
+    with zipfile.ZipFile(tmp_path / "x.pt") as archive:
+        wanted = ["data.pkl", "byteorder", "data/0", "data/1", "version"]
+        assert archive.namelist() == [f"archive/{name}" for name in wanted]
+        found = list(pickletools.genops(archive.read("archive/data.pkl")))
+    known = "PROTO EMPTY_DICT BINUNICODE GLOBAL EMPTY_TUPLE REDUCE MARK TUPLE BINPERSID BININT"
+    known += " LONG1 NEWFALSE SETITEM SETITEMS STOP"
+    assert {op.name for op, *_ in found} <= set(known.split())
+    assert {argument for op, argument, _ in found if op.name == "GLOBAL"} == {
+        "collections OrderedDict",
+        "torch._utils _rebuild_tensor_v2",
+        "torch DoubleStorage",
+        "torch FloatStorage",
+    }
 
 
 class _Attack:
