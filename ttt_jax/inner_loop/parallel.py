@@ -152,7 +152,9 @@ def all_states(
     if fresh is not None:  # a document starts from the initial weights, forgotten once
         gate = 1 if slots.forget is None else slots.forget
         entry = jnp.where(fresh, gate * start.weights[name], 0)
-        moved = moved.at[:: spec.steps].add(entry)
+        by_slot = moved.reshape(-1, spec.steps, *moved.shape[1:])
+        first, rest = by_slot[:, :1] + entry[:, None], by_slot[:, 1:]
+        moved = jnp.concatenate([first, rest], axis=1).reshape(moved.shape)
     ahead, states = scan(forget, moved, initial.weights[name])
     last = slice(spec.steps - 1, None, spec.steps)
     return ahead, states[last], None if momenta is None else momenta[last]
