@@ -3,11 +3,14 @@
 import csv
 import importlib.util
 import json
+import subprocess
+import sys
 import types
 
 import pytest
 from jax.experimental import topologies
 
+from tests.tiny_run import program_environment
 from ttt_jax import config as config_lib
 from ttt_jax.compile_check import check, child, topology
 from ttt_jax.config import Config, DataConfig, TrainConfig
@@ -53,7 +56,7 @@ def test_eight_host_devices_sum_every_gradient_once(tmp_path, capsys):
     assert code == 0 and printed.splitlines()[-1].startswith("Compiles; ")
     with open(tmp_path / "summary.csv") as file:
         summary = {row["quantity"]: row["value"] for row in csv.DictReader(file)}
-    assert summary["devices"] == "8 x cpu" and summary["mesh"].startswith("data 8, fsdp 1, model 1")
+    assert summary["devices"] == "8 x cpu" and summary["mesh"].startswith("data 8, fsdp 1, ")
     parameters = int(summary["parameters"].replace(",", ""))
     with open(tmp_path / "collectives.csv") as file:
         moved = {row["kind"]: 1e6 * float(row["result MB a step"]) for row in csv.DictReader(file)}
@@ -102,6 +105,33 @@ def test_a_decoding_step_compiles(tpu_environment):
     assert report["memory"]["alias"] > 0  # the cache is updated in place
 
 
+_AWKWARD = """
+import jax, numpy as np
+from ttt_jax.compile_check import topology
+devices = topology.parse("v5p:2x2x4").devices()
+mesh = jax.sharding.Mesh(np.reshape(devices, (2, 2, 4)), ("a", "b", "c"))
+first, second = (
+    jax.NamedSharding(mesh, jax.P(*axes)) for axes in (("a", None, ("b", "c")), ("c", ("b", "a")))
+)
+def step(x):
+    y = jax.lax.with_sharding_constraint(jax.numpy.sin(x), first)
+    y = jax.numpy.cos(2 * y.reshape(64, 16, 1536)).transpose(1, 0, 2)
+    return jax.lax.with_sharding_constraint(y, second).sum()
+x = jax.ShapeDtypeStruct((64, 16, 1536), np.float32, sharding=first)
+jax.jit(step).lower(x).compile()
+"""
+
+
+@needs_libtpu
+def test_arrays_that_the_partitioner_makes_whole_are_found_in_its_log():
+    environment = program_environment(**topology.parse("v5p:2x2x4").environment())
+    command = [sys.executable, "-c", _AWKWARD]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (line,) = check.rematerializations(done.stderr)
+    assert line.startswith("The compiler cannot go from sharding")
+
+
 def test_gathered_rows_are_told_from_gathered_weights_and_token_ids():
     shapes = {"f32[8,4096]": True, "bf16[2,4096,64]": True, "s32[8,4096]": False}
     shapes |= {"bf16[64,40960]": False, "f32[64], bf16[4096]": True}
@@ -146,7 +176,7 @@ def test_an_error_of_the_child_is_one_message(monkeypatch, tmp_path):
     )
     request_file.write_text(json.dumps(dict(config=config, topology="cpu:1", step="train")))
     assert child.main(request_file, report_file) == 0
-    assert "data=3, fsdp=1, model=1" in json.loads(report_file.read_text())["error"]
+    assert "data=3, fsdp=1, seq=1" in json.loads(report_file.read_text())["error"]
     crash = types.SimpleNamespace(returncode=-9, stderr="a\nb\n")
     monkeypatch.setattr(check.subprocess, "run", lambda *_, **__: crash)
     with pytest.raises(ValueError, match="ended with code -9"):

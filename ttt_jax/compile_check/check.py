@@ -86,7 +86,8 @@ def main(
     row_length = getattr(config.data, "sequence_length", None)
     print(title)
     for name, rows in make_sections(report, row_length).items():
-        shown = [{key: _short(str(value)) for key, value in row.items()} for row in rows[:_SHOWN]]
+        limit = len(rows) if name == "Summary" else _SHOWN
+        shown = [{key: _short(str(value)) for key, value in row.items()} for row in rows[:limit]]
         print(f"\n{name}\n{tables.text(shown)}")
     print(f"\n{verdict(report)}", flush=True)
     if output is not None:

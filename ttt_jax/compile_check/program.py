@@ -61,7 +61,6 @@ def _train_program(config: Any, mesh: Mesh) -> Program:
         task.loss,
         accumulation_steps=train.accumulation_steps,
         ema_decay=train.ema_decay,
-        seed=train.seed,
     )
     batch = {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement)
