@@ -1,16 +1,20 @@
 """The starting points for clusters: they parse, and their dry runs print what would be run."""
 
+import importlib.util
 import os
 import pathlib
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 
 import pytest
 import yaml
 
+from tests.tiny_run import program_environment
 from ttt_jax import config_files, sharding
+from ttt_jax.compile_check import topology
 
 _LAUNCH = pathlib.Path(__file__).parent.parent.parent / "launch"
 _SCRIPTS = sorted(_LAUNCH.glob("*.sh"))
@@ -114,3 +118,18 @@ def test_gke_runs_one_process_a_host_on_a_mesh_of_all_chips():
     assert config.data.batch_size % (mesh["data"] * mesh["fsdp"]) == 0
     (rule,) = spec["podFailurePolicy"]["rules"]
     assert rule["action"] == "FailJob" and rule["onExitCodes"]["values"] == [1, 3]
+
+
+def test_libtpu_knows_the_flags_of_both():
+    """An unknown flag ends the process as soon as libtpu is loaded."""
+    flags = re.findall(r"--xla_tpu\w+=\w+", (_LAUNCH / "gke.yaml").read_text())
+    assert flags and flags == re.findall(r"--xla_tpu\w+=\w+", (_LAUNCH / "tpu_vm.sh").read_text())
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip('libtpu is missing: pip install "jax[tpu]"')
+    code = "from ttt_jax.compile_check import topology; topology.parse('v5e:2x2').devices()"
+    variables = topology.parse("v5e:2x2").environment()
+    for words, fails in ((flags, False), ([*flags, "--xla_tpu_no_such_flag=true"], True)):
+        environment = program_environment(LIBTPU_INIT_ARGS=" ".join(words), **variables)
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert bool(done.returncode) == fails, done.stderr
