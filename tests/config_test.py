@@ -52,10 +52,14 @@ def test_parts_must_agree():
         config.validate()
 
 
-@pytest.mark.parametrize("size", ["tiny", "125m", "760m", "3b"])
-@pytest.mark.parametrize("name", ["lact_llm", "transformer"])
-def test_json_gives_back_every_shipped_configuration(name, size):
-    config = config_files.load(f"{name}:{size}")
+@pytest.mark.parametrize(
+    "name",
+    [f"{model}:{size}" for model in ("lact_llm", "transformer")
+     for size in ("tiny", "125m", "760m", "3b")]
+    + [f"lact_nvs:{size}" for size in ("tiny", "114m", "14", "24")],
+)  # fmt: skip
+def test_json_gives_back_every_shipped_configuration(name):
+    config = config_files.load(name)
     config.validate()
     text = config_lib.to_json(config)
     back = config_lib.from_json(text)
@@ -142,7 +146,5 @@ def test_a_flag_that_does_not_exist_or_fit_fails(flag, message):
 
 
 def test_a_file_or_size_that_does_not_exist_fails():
-    assert (
-        "the project's own are ['lact_llm', 'transformer']" in parse("--config=lackt:tiny").stderr
-    )
+    assert "the project's own are ['lact_llm', 'lact_nvs', " in parse("--config=lackt:tiny").stderr
     assert "huge" in parse("--config=lact_llm:huge").stderr
