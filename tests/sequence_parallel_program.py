@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
-from tests.collectives import bytes_received
 from tests.inner_loop import cases
 from tests.tolerances import relative_error
 from ttt_jax import presets
+from ttt_jax.compile_check import hlo
 from ttt_jax.inner_loop import sequence_parallel
 from ttt_jax.inner_loop.sequence_parallel_cost import cost
 
@@ -67,6 +67,12 @@ def gradients(run, weights, tokens, ids):
     return jax.grad(loss, argnums=(0, 1), has_aux=True)(weights, tokens)
 
 
+def bytes_received(text, devices):
+    """Bytes that one of so many devices receives: all-gathers and permutes alone may occur."""
+    shares = {"all-gather": (devices - 1) / devices, "collective-permute": 1}
+    return sum(shares[found.kind] * found.bytes * found.runs for found in hlo.collectives(text))
+
+
 def compare(spec, devices, time, packed, dtype="float32", exchange=None):
     """Errors by leaf, and bytes received in a forward pass: as stated, and as compiled."""
     weights, tokens = cases.arguments(
@@ -86,15 +92,11 @@ def compare(spec, devices, time, packed, dtype="float32", exchange=None):
         hidden_dim=_DIM + 2, dtype=dtype, documents=packed, exchange=exchange,
     )  # fmt: skip
     text = jax.jit(outputs).lower(weights, tokens, ids).compile().as_text()
-    rounds = 1
-    if stated.form == "pipeline":  # the states' exchange is in a loop, once in the text
-        groups = stated.work_share * (devices - 1) / (1 - stated.work_share)
-        rounds = round(devices + groups - 1)
     return {
         "dtype": dtype,
         "time": time,
         "errors": {name: relative_error(a, b) for (name, a), (_, b) in pairs},
-        "stated": stated.states // rounds + stated.tokens + stated.documents,
+        "stated": stated.bytes_received,
         "compiled": bytes_received(text, devices),
     }
 

@@ -40,11 +40,12 @@ def _v(variant, **changes):
 SPECS = {
     "V2": (_v(2), {}),
     "V6, ring, chunk longer than a shard": (_v(6, chunk_size=8), {"exchange": "ring"}),
-    "V1, pipeline": (_v(1), {}),
+    "weight norm, pipeline": (_v(3, weight_norm=ttt_jax.WeightNorm()), {}),
     "mamba2": (presets.mamba2(), {}),
 }
 MORE = {
     "V0, pipeline": (_v(0), {}),
+    "V1, pipeline": (_v(1), {}),
     "V1, pipeline, groups": (_v(1), {"groups": 2}),
     "V3, ring": (_v(3), {"exchange": "ring"}),
     "V4": (_v(4), {}),

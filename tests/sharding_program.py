@@ -1,9 +1,11 @@
 """Run by sharding_test.py on eight host devices: prints errors against one device as JSON.
 
-Arguments: a folder for a checkpoint, and the variant of the model.
+Arguments: a folder for a checkpoint, the variant of the model, and names of meshes.
 """
 
+import functools
 import json
+import re
 import sys
 
 import jax
@@ -11,6 +13,7 @@ import numpy as np
 
 from tests.tolerances import relative_error
 from ttt_jax import checkpoint, sharding, train_step
+from ttt_jax.compile_check import hlo
 from ttt_jax.config import Config, OptimizerConfig
 from ttt_jax.losses import make_token_loss
 from ttt_jax.models import lact_llm
@@ -20,6 +23,8 @@ MESHES = {
     "data 8": {"data": 8},
     "fsdp 8": {"data": 1, "fsdp": 8},
     "data 2, model 4": {"data": 2, "model": 4},
+    "data 2, seq 4": {"data": 2, "seq": 4},
+    "fsdp 2, seq 2, model 2": {"data": 1, "fsdp": 2, "seq": 2, "model": 2},
 }
 
 
@@ -95,52 +100,75 @@ class Run:
                 found.append(float(metrics["loss"]))
         return found, state
 
-    def gradient(self, params):
-        """The gradient of the whole batch, on the host."""
+    @functools.cached_property
+    def compiled(self):
+        """Loss and gradient of the whole batch, as one program."""
 
         def of(params, batch):
             return train_step.loss_and_gradient(
                 make_token_loss(8), self.whole.graphdef, params, {}, batch, jax.random.key(0)
-            )[1]
+            )[:2]
 
-        compiled = jax.jit(of, out_shardings=self.whole.shardings.params)
+        out = (None, self.whole.shardings.params)
         with jax.set_mesh(self.mesh):
-            return jax.tree.map(np.asarray, compiled(params, self.batch))
+            lowered = jax.jit(of, out_shardings=out).lower(self.whole.abstract.params, self.batch)
+            return lowered.compile()
+
+    def gradient(self, params):
+        """Loss and gradient of the whole batch, on the host."""
+        return jax.tree.map(np.asarray, self.compiled(params, self.batch))
 
 
-def main(workdir: str, variant: int) -> None:
+def gathered_activations(text, params):
+    """All-gathers of floats that are not parameters, gradients, or parts of them."""
+    leaves = jax.tree.leaves(params) + jax.tree.leaves(jax.tree.map(lambda p: p[0], params))
+
+    def is_part(shape):
+        same_rank = [p.shape for p in leaves if len(p.shape) == len(shape)]
+        return any(all(np.mod(whole, shape) == 0) for whole in same_rank)
+
+    found = []
+    for each in hlo.collectives(text):
+        for dtype, sizes in re.findall(r"(\w+)\[([\d,]*)\]", each.shape):
+            shape = [int(n) for n in sizes.split(",") if n]
+            if each.kind == "all-gather" and dtype[0] in "fb" and not is_part(shape):
+                found.append(f"{each.shape} {each.source}")
+    return found
+
+
+def main(workdir: str, variant: int, meshes: list[str]) -> None:
     """Compares the meshes with one device, and checkpoints across meshes."""
     config = model_config(variant)
-    one, result = Run(config), {}
-    state = one.start()
-    gradient = one.gradient(state.params)
-    losses, _ = one.losses(state, 2)
-    for name, sizes in MESHES.items():
-        run = Run(config, **sizes)
+    one, result = Run(config), {"meshes": {}}
+    loss, gradient = one.gradient(one.start().params)
+    largest = max(np.abs(g).max() for g in jax.tree.leaves(gradient))
+    for name in meshes:
+        run = Run(config, **MESHES[name])
         state = run.start()
         table = state.params["embedding"]["table"]
-        part = table.addressable_shards[0].data.size / table.size
-        largest = max(np.abs(g).max() for g in jax.tree.leaves(gradient))
-        pairs = zip(
-            jax.tree.leaves(run.gradient(state.params)), jax.tree.leaves(gradient), strict=True
-        )
-        got, state = run.losses(state, 2)
-        result[name] = {
-            "loss": relative_error(got, losses),
+        got_loss, got = run.gradient(state.params)
+        pairs = zip(jax.tree.leaves(got), jax.tree.leaves(gradient), strict=True)
+        result["meshes"][name] = {
+            "loss": relative_error(got_loss, loss),
             "gradient": max(float(np.abs(a - b).max() / largest) for a, b in pairs),
-            "part": part,
-            "compiles": run.step._cache_size(),
+            "part": table.addressable_shards[0].data.size / table.size,
+            "gathered": gathered_activations(run.compiled.as_text(), state.params),
         }
-        if name == "fsdp 8":
-            checkpoints = checkpoint.Checkpoints(workdir, keep=2)
-            checkpoints.save(2, state, Position(), Config(model=config))
-            checkpoints.close()
-            expected, _ = run.losses(state, 1)
-    for name, other in {"one": one, "data 2, model 4": run}.items():
-        found, _ = other.losses(other.restore(workdir), 1)
-        result[f"restored on {name}"] = relative_error(found, expected)
+    losses, state = run.losses(state, 2)  # the last mesh, as a trainer runs it
+    checkpoints = checkpoint.Checkpoints(workdir, keep=2)
+    checkpoints.save(2, state, Position(), Config(model=config))
+    checkpoints.close()
+    restored = one.restore(workdir)
+    pairs = zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True)
+    next_losses = one.gradient(restored.params)[0], run.gradient(state.params)[0]
+    result["trained"] = {
+        "first loss": relative_error(losses[0], loss),
+        "compiles": run.step._cache_size(),
+        "restored": all(np.array_equal(a, b) for a, b in pairs),
+        "next loss": relative_error(*next_losses),
+    }
     print(json.dumps(result))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3:])

@@ -13,45 +13,65 @@ import pytest
 from tests.tiny_run import program_environment
 from tests.tolerances import tolerance
 from ttt_jax import sharding
+from ttt_jax.config import Config, MeshConfig
+from ttt_jax.models import lact_llm
 
 _ROOT = pathlib.Path(__file__).parent.parent
 
 
+_EVERYTHING = ("fsdp 2, seq 2, model 2",)
+_OTHERS = ("data 8", "fsdp 8", "data 2, model 4", "data 2, seq 4")
+
+
 @pytest.fixture(
     scope="module",
-    params=[6, *(pytest.param(variant, marks=pytest.mark.exhaustive) for variant in (0, 2))],
-    ids=lambda variant: f"V{variant}",
+    params=[
+        pytest.param((2, _EVERYTHING), id="V2"),
+        pytest.param((2, _OTHERS), id="V2, others", marks=pytest.mark.exhaustive),
+        pytest.param((0, _OTHERS + _EVERYTHING), id="V0", marks=pytest.mark.exhaustive),
+        pytest.param((6, _OTHERS + _EVERYTHING), id="V6", marks=pytest.mark.exhaustive),
+    ],
 )
 def eight_devices(request, tmp_path_factory):
-    """What tests/sharding_program.py prints."""
+    """What tests/sharding_program.py prints, and its standard error."""
+    variant, meshes = request.param
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     environment = program_environment(XLA_FLAGS=flags)
     folder = tmp_path_factory.mktemp("run")
-    command = [sys.executable, "-m", "tests.sharding_program", str(folder), str(request.param)]
+    command = [sys.executable, "-m", "tests.sharding_program", str(folder), str(variant), *meshes]
     done = subprocess.run(command, env=environment, cwd=_ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
-@pytest.mark.parametrize(
-    "mesh, part", [("data 8", 1.0), ("fsdp 8", 1 / 8), ("data 2, model 4", 1 / 4)]
-)
-def test_every_mesh_gives_the_loss_and_gradient_of_one_device(mesh, part, eight_devices):
-    got = eight_devices[mesh]
+def test_every_mesh_gives_the_loss_and_gradient_of_one_device(eight_devices):
+    result, _ = eight_devices
     limit = tolerance(jnp.float32, 16 * 24)
-    assert got["loss"] <= limit
-    assert got["gradient"] <= limit
-    assert got["part"] == part  # of the embedding, on one device
-    assert got["compiles"] == 1
+    for mesh, got in result["meshes"].items():
+        assert got["loss"] <= limit, mesh
+        assert got["gradient"] <= limit, mesh
 
 
-@pytest.mark.parametrize("mesh", ["one", "data 2, model 4"])
-def test_a_checkpoint_of_eight_devices_goes_on_elsewhere(mesh, eight_devices):
-    assert eight_devices[f"restored on {mesh}"] <= 1e-6
+def test_parameters_are_cut_and_activations_stay_where_they_are(eight_devices):
+    result, log = eight_devices
+    parts = {"data 8": 1, "fsdp 8": 8, "data 2, model 4": 4}
+    parts |= {"data 2, seq 4": 1, "fsdp 2, seq 2, model 2": 4}
+    for mesh, got in result["meshes"].items():
+        assert got["part"] == 1 / parts[mesh], mesh  # of the embedding, on one device
+        assert got["gathered"] == [], mesh
+    assert "Involuntary full rematerialization" not in log
+
+
+def test_a_trainer_compiles_once_and_its_checkpoint_goes_on_on_one_device(eight_devices):
+    trained = eight_devices[0]["trained"]
+    assert trained["compiles"] == 1
+    assert trained["restored"]
+    assert trained["first loss"] <= tolerance(jnp.float32, 16 * 24)
+    assert trained["next loss"] <= 1e-6
 
 
 def test_a_mesh_that_does_not_fit_the_devices_is_refused():
-    with pytest.raises(ValueError, match=r"data=3, fsdp=1, seq=1, model=1 do not multiply to the 1"):
+    with pytest.raises(ValueError, match=r"data=3, .*seq=1, model=1 do not multiply to the 1"):
         sharding.make_mesh(data=3, devices=jax.devices()[:1])
     with pytest.raises(ValueError, match="model=2"):
         sharding.make_mesh(model=2, devices=jax.devices()[:1])
@@ -59,7 +79,7 @@ def test_a_mesh_that_does_not_fit_the_devices_is_refused():
 
 def test_a_batch_that_does_not_divide_is_refused():
     class Mesh:
-        shape = {"data": 2, "fsdp": 4, "model": 1}
+        shape = {"data": 2, "fsdp": 4, "seq": 1, "model": 1}
 
     with pytest.raises(ValueError, match=r"batch_size=12 .* a multiple of mesh.data"):
         sharding.batch_sharding(Mesh(), 12)
@@ -70,6 +90,7 @@ def test_a_batch_that_does_not_divide_is_refused():
     [
         (("embed", "mlp"), (8, 8), ("fsdp", "model")),
         (("layers", "embed", "heads"), (3, 8, 8), (None, "fsdp", "model")),
+        (("batch", "seq", "embed"), (8, 6, 8), (("data", "fsdp"), "seq", None)),
         (("batch", "seq", "embed"), (8, 5, 8), (("data", "fsdp"), None, None)),
         (("vocab", "embed"), (258, 8), (None, "fsdp")),
         (("heads", "mlp"), (4, 8), ("model", None)),
@@ -78,7 +99,7 @@ def test_a_batch_that_does_not_divide_is_refused():
     ],
 )
 def test_rules(names, shape, expected):
-    spec = sharding.partition_spec(names, shape, {"data": 2, "fsdp": 2, "model": 4})
+    spec = sharding.partition_spec(names, shape, {"data": 2, "fsdp": 2, "seq": 2, "model": 4})
     assert tuple(spec) == expected
 
 
@@ -87,3 +108,14 @@ def test_constrain_needs_a_name_for_each_axis_and_no_mesh():
     assert sharding.constrain(x, ("batch", "embed")) is x
     with pytest.raises(ValueError, match="must name the 2 axes"):
         sharding.constrain(x, ("batch",))
+
+
+def test_sequences_that_do_not_divide_are_refused():
+    mesh = jax.sharding.AbstractMesh((1, 1, 4, 1), sharding.MESH_AXES)
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert sharding.sequence_axis(8) == "seq"
+        with pytest.raises(ValueError, match="sequence_length=6 must be a multiple of mesh.seq=4"):
+            sharding.sequence_axis(6)
+    config = Config(model=lact_llm.preset("tiny"), mesh=MeshConfig(seq=3))
+    with pytest.raises(ValueError, match=r"data.sequence_length=512: .* config.mesh.seq=3"):
+        config.validate()

@@ -52,13 +52,20 @@ def token_losses(
       (nll float32 [B, T] in nats, the statistics that `model.features` returns).
     """
     features, stats = model.features(batch["tokens"], segment_ids=batch.get("segment_ids"))
-    features = sharding.constrain(features, ("batch", "seq", "embed"))
-    rows, length, width = features.shape
-    size = min(loss_chunk, length)
-    pieces = -(-length // size)
-    padding = pieces * size - length
-    features = jnp.pad(features, ((0, 0), (0, padding), (0, 0)))
-    targets = jnp.pad(batch["targets"], ((0, 0), (0, padding)))
+    features = sharding.constrain(features, ("batch", "seq", None))
+    rows, length, _ = features.shape
+    parts = sharding.sequence_parts(length)  # every device takes pieces of its own stretch
+    stretch = length // parts
+    size = min(-(-loss_chunk // parts), stretch)
+    pieces = -(-stretch // size)
+
+    def cut(x: jax.Array) -> jax.Array:
+        """[rows, length, ...] to [pieces, rows, parts * size, ...]."""
+        x = x.reshape(rows, parts, stretch, *x.shape[2:])
+        padding = ((0, 0), (0, 0), (0, pieces * size - stretch), *((0, 0),) * (x.ndim - 3))
+        x = jnp.pad(x, padding).reshape(rows, parts, pieces, size, *x.shape[3:])
+        x = jnp.moveaxis(x, 2, 0).reshape(pieces, rows, parts * size, *x.shape[4:])
+        return sharding.constrain(x, (None, "batch", "seq", *(None,) * (x.ndim - 3)))
 
     @jax.checkpoint
     def piece_losses(features: jax.Array, targets: jax.Array) -> jax.Array:
@@ -69,8 +76,9 @@ def token_losses(
         return jax.nn.logsumexp(logits, axis=-1) - picked
 
     if pieces == 1:
-        return piece_losses(features, targets), stats
-    features = jnp.moveaxis(features.reshape(rows, pieces, size, width), 1, 0)
-    targets = jnp.moveaxis(targets.reshape(rows, pieces, size), 1, 0)
-    losses = jax.lax.map(lambda piece: piece_losses(*piece), (features, targets))
-    return jnp.moveaxis(losses, 0, 1).reshape(rows, pieces * size)[:, :length], stats
+        return piece_losses(features, batch["targets"]), stats
+    inputs = (cut(features), cut(batch["targets"]))
+    losses = jax.lax.map(lambda piece: piece_losses(*piece), inputs)
+    losses = jnp.moveaxis(losses.reshape(pieces, rows, parts, size), 0, 2)
+    losses = losses.reshape(rows, parts, pieces * size)
+    return losses[:, :, :stretch].reshape(rows, length), stats

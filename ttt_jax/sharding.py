@@ -126,28 +126,42 @@ def constrain(x: jax.Array, names: AxisNames) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, partition_spec(names, x.shape, sizes))
 
 
-def sequence_axis(length: int) -> str | None:
-    """Names the axis of the ambient mesh over which sequences are cut, or None.
+def sequence_parts(length: int) -> int:
+    """Counts the stretches into which the ambient mesh cuts a sequence; 1 without a mesh.
 
     Args:
       length: tokens of a row.
 
     Raises:
-      ValueError: the axis does not divide the length.
+      ValueError: the mesh axis does not divide the length.
+
+    >>> sequence_parts(512)
+    1
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    (axis,) = LOGICAL_RULES["seq"]
+    parts = 1 if mesh.empty or axis in mesh.manual_axes else mesh.shape.get(axis, 1)
+    if length % parts:
+        raise ValueError(
+            f"sequence_length={length} must be a multiple of mesh.seq={parts}: every device holds "
+            "a stretch of the same length; change one of them"
+        )
+    return parts
+
+
+def sequence_axis(length: int) -> str | None:
+    """Names the mesh axis over which the ambient mesh cuts a sequence, or None.
+
+    Args:
+      length: tokens of a row.
+
+    Raises:
+      ValueError: as `sequence_parts`.
 
     >>> print(sequence_axis(512))
     None
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    (axis,) = LOGICAL_RULES["seq"]
-    if mesh.empty or axis in mesh.manual_axes or mesh.shape.get(axis, 1) == 1:
-        return None
-    if length % mesh.shape[axis]:
-        raise ValueError(
-            f"sequence_length={length} must be a multiple of mesh.seq={mesh.shape[axis]}: every "
-            "device holds a stretch of the same length; change one of them"
-        )
-    return axis
+    return LOGICAL_RULES["seq"][0] if sequence_parts(length) > 1 else None
 
 
 def on_each_device(

@@ -70,8 +70,8 @@ class Block(nnx.Module):
             mixed, aux = self.mixer(normed, info)
         else:
             mixed, aux = self.mixer.decode(normed, cache, info)
-        x = constrain(x + mixed, ("batch", None, None))
-        return constrain(x + self.mlp(self.mlp_norm(x)), ("batch", None, None)), aux
+        x = constrain(x + mixed, ("batch", "seq", None))
+        return constrain(x + self.mlp(self.mlp_norm(x)), ("batch", "seq", None)), aux
 
 
 class Decoder(nnx.Module):
@@ -133,7 +133,7 @@ class Decoder(nnx.Module):
             positions = document_positions(segment_ids)
             documents = document_indices(segment_ids)
         info = TokenInfo(self._tables(positions), segment_ids, documents)
-        x = constrain(self.embedding(tokens), ("batch", None, None))
+        x = constrain(self.embedding(tokens), ("batch", "seq", None))
         x, stats = self._run(x, None, info)
         return self.norm(x), stats
 
