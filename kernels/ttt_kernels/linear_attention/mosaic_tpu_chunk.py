@@ -26,17 +26,15 @@ from jax.experimental import pallas as pl
 
 from ttt_kernels import compat
 from ttt_kernels.linear_attention.mosaic_tpu_common import (
-    COLUMNS,
-    ROWS,
     Call,
     Inputs,
     carried,
-    dot,
     read_decay,
     read_tokens,
     scaled,
     sum_from_right,
 )
+from ttt_kernels.tpu import COLUMNS, ROWS, dot, inside
 
 _SEMANTICS = ("parallel", "parallel", "arbitrary")
 
@@ -78,14 +76,6 @@ class ChunkCall(Call):
     def starts_chunk(self, t):
         """Whether a chunk of keys starts at step `t`."""
         return lax.rem(t, jnp.int32(self.chunk_blocks)) == 0
-
-    def inside(self, block):
-        """Which tokens of a block lie in the row, [c, 1] bool, or None for all of any block."""
-        size = self.tiling.block
-        if self.length % size == 0:
-            return None
-        row = lax.broadcasted_iota(jnp.int32, (size, 1), 0)
-        return row < self.length - block * size
 
 
 def forward(
@@ -144,18 +134,18 @@ def _forward_body(call: ChunkCall):
 
         @pl.when(t >= call.late)
         def _():
-            inside = call.inside(call.query_block(t))
+            valid = inside(call.query_block(t), tiling.block, call.length)
             for h in range(tiling.heads_per_block):
-                q = read_tokens(x.q, h, tiling.key_dim, inside)
+                q = read_tokens(x.q, h, tiling.key_dim, valid)
                 lanes = slice(h * tiling.value_dim, (h + 1) * tiling.value_dim)
                 out[0, :, lanes] = dot(q, seen[0, h, 0], COLUMNS, ROWS).astype(out.dtype)
 
         @pl.when(t < call.blocks)
         def _():
-            inside = call.inside(t)
+            valid = inside(t, tiling.block, call.length)
             for h in range(tiling.heads_per_block):
-                k = read_tokens(x.k, h, tiling.key_dim, inside)
-                v = read_tokens(x.v, h, tiling.value_dim, inside)
+                k = read_tokens(x.k, h, tiling.key_dim, valid)
+                v = read_tokens(x.v, h, tiling.value_dim, valid)
                 decay = read_decay(x, h, tiling.block, between=False)
                 added = dot(scaled(k, decay.to_end), v, ROWS, ROWS)
                 state[0, h] = carried(state[0, h], decay) + added
@@ -238,16 +228,16 @@ def _backward_body(call: ChunkCall):
 
         @pl.when(t < call.blocks)
         def _():
-            inside = call.inside(t)
+            valid = inside(t, tiling.block, call.length)
             for h in heads:
-                _key_gradients(x, h, inside, tiling, dk, dv, d_state, d_decay, current_edge)
+                _key_gradients(x, h, valid, tiling, dk, dv, d_state, d_decay, current_edge)
 
         @pl.when(t >= call.late)
         def _():
-            inside = call.inside(call.query_block(t))
+            valid = inside(call.query_block(t), tiling.block, call.length)
             for h in heads:
-                q = read_tokens(x.q, h, tiling.key_dim, inside)
-                do = read_tokens(d_out, h, tiling.value_dim, inside)
+                q = read_tokens(x.q, h, tiling.key_dim, valid)
+                do = read_tokens(d_out, h, tiling.value_dim, valid)
                 lanes = slice(h * tiling.key_dim, (h + 1) * tiling.key_dim)
                 dq[0, :, lanes] = dot(do, states[0, h, 0], COLUMNS, COLUMNS).astype(dq.dtype)
                 d_seen[h] += dot(q, do, ROWS, ROWS)
@@ -264,10 +254,10 @@ def _backward_body(call: ChunkCall):
     return body
 
 
-def _key_gradients(x, h, inside, tiling, dk, dv, d_state, d_decay, current_edge):
+def _key_gradients(x, h, valid, tiling, dk, dv, d_state, d_decay, current_edge):
     """What one head's block of keys, values and decays gets; moves the state's gradient on."""
-    k = read_tokens(x.k, h, tiling.key_dim, inside)
-    v = read_tokens(x.v, h, tiling.value_dim, inside)
+    k = read_tokens(x.k, h, tiling.key_dim, valid)
+    v = read_tokens(x.v, h, tiling.value_dim, valid)
     decay = read_decay(x, h, tiling.block, between=False)
     d_end = d_state[0, h]
     rounded = d_end.astype(v.dtype)

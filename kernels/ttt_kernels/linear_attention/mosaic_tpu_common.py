@@ -17,9 +17,7 @@ from jax.experimental import pallas as pl
 
 from ttt_kernels.linear_attention import decay as decays
 from ttt_kernels.linear_attention.mosaic_tpu_tiling import Tiling
-
-ROWS, COLUMNS = 0, 1
-"""The axis of an operand over which `dot` sums."""
+from ttt_kernels.tpu import COLUMNS, ROWS, clean, dot, row_sums
 
 
 class Inputs(NamedTuple):
@@ -108,25 +106,9 @@ def forwards(t):
     return t
 
 
-def dot(a: jax.Array, b: jax.Array, over_a: int, over_b: int) -> jax.Array:
-    """Sum over one axis of each matrix, accumulated in float32.
-
-    bfloat16 operands are multiplied as they are; float32 ones in full precision, not in the
-    chip's default of bfloat16 passes.
-    """
-    exact = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
-    return lax.dot_general(
-        a, b, (((over_a,), (over_b,)), ((), ())), precision=exact,
-        preferred_element_type=jnp.float32,
-    )  # fmt: skip
-
-
 def read_tokens(ref, head: int, dim: int, valid: jax.Array | None) -> jax.Array:
     """The tokens of one head, zero where not `valid` (memory there may hold NaN), [c, dim]."""
-    x = ref[0, :, head * dim : (head + 1) * dim]
-    if valid is None:
-        return x
-    return jnp.where(valid, x.astype(jnp.float32), 0).astype(x.dtype)
+    return clean(ref[0, :, head * dim : (head + 1) * dim], valid)
 
 
 def read_valid(x: Inputs) -> jax.Array | None:
@@ -177,11 +159,6 @@ def carried(state: jax.Array, decay: BlockDecay) -> jax.Array:
 
 
 def sum_from_right(rows: jax.Array) -> jax.Array:
-    """Sums over the channels and over the rows from each one to the last, [c, d] -> [1, c].
-
-    By products, in which a sum of rows comes out along the lanes.
-    """
-    block = rows.shape[0]
-    ones = jnp.ones((8, rows.shape[1]), jnp.float32)
-    totals = dot(ones, rows, COLUMNS, COLUMNS)
-    return dot(totals, lower_triangle(block).astype(jnp.float32), COLUMNS, ROWS)[:1]
+    """Sums over the channels and over the rows from each one to the last, [c, d] -> [1, c]."""
+    triangle = lower_triangle(rows.shape[0]).astype(jnp.float32)
+    return dot(row_sums(rows), triangle, COLUMNS, ROWS)

@@ -21,12 +21,9 @@ from jax.experimental import pallas as pl
 
 from ttt_kernels import compat
 from ttt_kernels.linear_attention.mosaic_tpu_common import (
-    COLUMNS,
-    ROWS,
     Call,
     Inputs,
     carried,
-    dot,
     forwards,
     read_decay,
     read_tokens,
@@ -34,6 +31,7 @@ from ttt_kernels.linear_attention.mosaic_tpu_common import (
     scaled,
     sum_from_right,
 )
+from ttt_kernels.tpu import COLUMNS, ROWS, dot
 
 _SEMANTICS = ("parallel", "parallel", "arbitrary")
 

@@ -18,8 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ttt_kernels import compat
-
-_ROWS, _COLUMNS = 0, 1
+from ttt_kernels.tpu import COLUMNS, ROWS, dot
 
 
 def unsupported(x: jax.Array, iterations: int, dtype: jnp.dtype) -> str | None:
@@ -132,15 +131,6 @@ def _launch(body, name, arrays, coefficients, dtype, scratch, interpret) -> jax.
     )(jnp.asarray(coefficients, jnp.float32).reshape(-1, 3), *arrays)
 
 
-def _dot(a: jax.Array, b: jax.Array, over_a: int = _COLUMNS, over_b: int = _ROWS) -> jax.Array:
-    """A product of two matrices, accumulated in float32; float32 operands in full precision."""
-    exact = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
-    return lax.dot_general(
-        a, b, (((over_a,), (over_b,)), ((), ())), precision=exact,
-        preferred_element_type=jnp.float32,
-    )  # fmt: skip
-
-
 def _norm(x: jax.Array) -> jax.Array:
     """Frobenius norm, [1, 1] float32."""
     return jnp.sqrt(jnp.sum(x * x, keepdims=True))
@@ -148,16 +138,16 @@ def _norm(x: jax.Array) -> jax.Array:
 
 def _polynomial(y, b, c, dtype) -> tuple[jax.Array, jax.Array]:
     """``A = Y Yᵀ`` and ``B = bA + cA²``, both rounded to `dtype`."""
-    gram = _dot(y, y, _COLUMNS, _COLUMNS)
+    gram = dot(y, y, COLUMNS, COLUMNS)
     rounded = gram.astype(dtype)
-    square = _dot((c * gram).astype(dtype), rounded)
+    square = dot((c * gram).astype(dtype), rounded, COLUMNS, ROWS)
     return rounded, (b * gram + square).astype(dtype)
 
 
 def _step(y, a, b, c, dtype) -> jax.Array:
     """One iteration, ``aY + BY``."""
     _, polynomial = _polynomial(y, b, c, dtype)
-    return (a * y.astype(jnp.float32) + _dot(polynomial, y)).astype(dtype)
+    return (a * y.astype(jnp.float32) + dot(polynomial, y, COLUMNS, ROWS)).astype(dtype)
 
 
 def _forward_body(table, x, out, *, eps, dtype, number):
@@ -183,11 +173,12 @@ def _backward_body(table, x, gradient, out, kept, *, eps, dtype, number):
         a, b, c = table[i, 0], table[i, 1], table[i, 2]
         y, rounded = kept[i], g.astype(dtype)
         gram, polynomial = _polynomial(y, b, c, dtype)
-        outer = _dot(rounded, y, _COLUMNS, _COLUMNS)
+        outer = dot(rounded, y, COLUMNS, COLUMNS)
         both = outer + outer.T
-        mixed = _dot(both.astype(dtype), gram)
+        mixed = dot(both.astype(dtype), gram, COLUMNS, ROWS)
         d_gram = (b * both + c * (mixed + mixed.T)).astype(dtype)
-        return a * g + _dot(polynomial, rounded) + _dot(d_gram, y)
+        from_y = dot(polynomial, rounded, COLUMNS, ROWS) + dot(d_gram, y, COLUMNS, ROWS)
+        return a * g + from_y
 
     lax.fori_loop(0, number - 1, forwards, None)  # the last iteration's result is not needed
     g = lax.fori_loop(0, number, backwards, gradient[0].astype(jnp.float32))
