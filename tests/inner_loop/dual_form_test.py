@@ -87,20 +87,9 @@ def test_official_layer(name, tag):
         if tag == "f64":
             for n, weight in weights.items():
                 case.check(f"f64/decode_{n.replace('w', 'W')}_state", weight)
-            for n, gradient in by_parameter.items():
-                _check_parameter_gradient(case, n, gradient)
-
-
-def _check_parameter_gradient(case, name, gradient):
-    """The gradient where the case has it, else its norm, sum and one fixed projection."""
-    if f"pgrad/{name}" in case.arrays:
-        case.check(f"pgrad/{name}", gradient)
-        return
-    flat = np.asarray(gradient).ravel()
-    projection = flat @ np.cos(0.37 * np.arange(flat.size))
-    found = np.array([np.linalg.norm(flat), flat.sum(), projection])
-    expected = case.arrays[f"pgradstat/{name}"]
-    assert np.all(np.abs(found - expected) <= 1e-6 * (expected[0] + np.abs(expected))), name
+        else:
+            case.check("f32/out_primal_decode", out, in_float32=True)
+        case.check_parameter_gradients(by_parameter, in_float32=tag == "f32")
 
 
 SPECS = {
@@ -156,13 +145,15 @@ def test_dual_form_is_the_primal_form(name):
             assert_close(state.weights[n][0, 0], weight, 1e-12, n)
 
 
-@pytest.mark.parametrize("name", ["ttt_linear", "swiglu_ascent"])
+@pytest.mark.parametrize(
+    "name", ["ttt_linear", pytest.param("swiglu_ascent", marks=pytest.mark.exhaustive)]
+)
 def test_documents_and_split_calls(name):
     """Packed = alone, split = whole (also token by token inside a chunk), values and gradients."""
     spec = SPECS[name]
-    ids = jnp.asarray([[0, 0, 0, 0, 0, 1, -1, 1, 1, 2, 2, 2, 2, -1]], jnp.int32)
+    ids = jnp.asarray([[0] * 5 + [1, -1] + [1] * 4 + [2] * 5], jnp.int32)
     with jax.enable_x64(True):
-        weights, tokens = cases.arguments(spec, time=14, batch=1, dim=4)
+        weights, tokens = cases.arguments(spec, time=16, batch=1, dim=4)
         out, state = cases.run(spec, weights, tokens, ids)
         assert not np.any(np.asarray(out)[np.asarray(ids) < 0])
         for document in range(3):
@@ -177,7 +168,7 @@ def test_documents_and_split_calls(name):
 
         expected, final = cases.run(spec, weights, tokens)
         carried, parts = None, []
-        for begin, end in ((0, 3), (3, 4), (4, 5), (5, 12), (12, 14)):
+        for begin, end in ((0, 5), (5, 6), (6, 11), (11, 16)):
             part, carried = cases.run(spec, weights, cases.cut(tokens, begin, end), None, carried)
             parts.append(part)
         assert_close(jnp.concatenate(parts, 1), expected, 1e-12, "split")

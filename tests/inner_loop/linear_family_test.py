@@ -65,13 +65,19 @@ def _run(case, x, mode, implementation):
     return turn(out), final.mT if transposed else final
 
 
-@pytest.mark.parametrize("tag", ["f64", "f32"])
-@pytest.mark.parametrize("mode", ["recurrent", "parallel", "kernel"])
+@pytest.mark.parametrize(
+    "mode,tag",
+    [
+        ("recurrent", "f64"),
+        ("parallel", "f64"),
+        ("kernel", "f64"),
+        ("kernel", "f32"),
+        pytest.param("recurrent", "f32", marks=pytest.mark.exhaustive),
+    ],
+)
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_family_is_the_official_code(name, mode, tag):
     """Output, final state and the gradient of every input."""
-    if tag == "f32" and mode == "parallel":
-        pytest.skip("the same products as in float64")
     case = Golden(name)
     dtype = {"f64": "float64", "f32": "float32"}[tag]
     implementation = "xla" if mode == "kernel" else None
@@ -112,7 +118,16 @@ DELTA_RULES = {
 }
 
 
-@pytest.mark.parametrize("name", DELTA_RULES)
+_ON_DEMAND = ("forget_first", "value_minus_key", "channel_gate_delta")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if name in _ON_DEMAND else ())
+        for name in DELTA_RULES
+    ],
+)
 def test_one_delta_rule_is_the_recurrence(name):
     """Packed documents from weights that are not zero, a carried state, and every gradient."""
     spec = dataclasses.replace(presets.deltanet(), **DELTA_RULES[name])

@@ -194,23 +194,24 @@ def test_memory_is_the_recurrence(name):
     degree = getattr(spec.fast_net, "degree", 0)
     with jax.enable_x64(True):
         weights, tokens = cases.arguments(spec, time=8, batch=1, heads=2, dim=3)
-        out, state = cases.run(spec, weights, tokens)
-        for head in range(2):
-            layers = [np.asarray(weights[n][head]) for n in spec.trained]
-            row = {n: np.asarray(x[0, :, head]) for n, x in tokens.items()}
-            expected, final = _recurrence(spec, layers, row, degree)
-            assert_close(out[0, :, head], expected, 1e-10, "out")
-            for n, w in zip(spec.trained, final, strict=True):
-                assert_close(state.weights[n][0, head], w, 1e-10, n)
+        for mode in ttt_jax.explain(spec).modes:
+            out, state = cases.run(spec, weights, tokens, mode=mode)
+            for head in range(2):
+                layers = [np.asarray(weights[n][head]) for n in spec.trained]
+                row = {n: np.asarray(x[0, :, head]) for n, x in tokens.items()}
+                expected, final = _recurrence(spec, layers, row, degree)
+                assert_close(out[0, :, head], expected, 1e-10, mode)
+                for n, w in zip(spec.trained, final, strict=True):
+                    assert_close(state.weights[n][0, head], w, 1e-10, mode + n)
 
 
 @pytest.mark.parametrize("name", ["atlas", "atlas_chunks"])
 def test_windows_in_documents_and_split_calls(name):
     """A window ends at its document's start and reaches back over calls."""
     spec = MEMORIES[name]
-    ids = jnp.asarray([[0, 0, 0, 0, 0, 1, -1, 1, 1, 1, 1, 2, 2, -1]], jnp.int32)
+    ids = jnp.asarray([[0] * 5 + [1, -1] + [1] * 4 + [2] * 5], jnp.int32)
     with jax.enable_x64(True):
-        weights, tokens = cases.arguments(spec, time=14, batch=1, heads=1, dim=3)
+        weights, tokens = cases.arguments(spec, time=16, batch=1, heads=1, dim=3)
         out, state = cases.run(spec, weights, tokens, ids)
         for document in range(3):
             where = np.flatnonzero(np.asarray(ids[0]) == document)
@@ -221,7 +222,7 @@ def test_windows_in_documents_and_split_calls(name):
 
         expected, final = cases.run(spec, weights, tokens)
         carried, parts = None, []
-        for begin, end in ((0, 1), (1, 6), (6, 7), (7, 8), (8, 14)):
+        for begin, end in ((0, 5), (5, 6), (6, 11), (11, 16)):
             part, carried = cases.run(spec, weights, cases.cut(tokens, begin, end), None, carried)
             parts.append(part)
         assert_close(jnp.concatenate(parts, 1), expected, 1e-11, "split")
@@ -282,14 +283,30 @@ ZEROS = {
     "atlas": presets.atlas(window=3),
     "gated_deltanet": presets.gated_deltanet(),
 }
+_ON_DEMAND = {
+    "lact_nvs": presets.lact_nvs(((0, 6, True, False), (0, 8, False, True))),
+    "lact_nvs_v6": presets.lact_nvs(((0, 6, True, False), (0, 8, False, True)), variant=6),
+    "vittt_glu_v1": dataclasses.replace(presets.vittt_glu(), update="last_layer"),
+    "ttt_linear": presets.ttt_linear(chunk_size=4),
+    "titans_1": presets.titans(1),
+    "titans_2": presets.titans(2),
+    "linear_attention": presets.linear_attention(),
+    "retnet": presets.retnet(2),
+    "mamba2": presets.mamba2(),
+    "gla": presets.gla(),
+    "deltanet": presets.deltanet(),
+    "rwkv7": presets.rwkv7(),
+}
 
 
-@pytest.mark.parametrize("name", ZEROS)
+@pytest.mark.parametrize(
+    "name", [*ZEROS, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in _ON_DEMAND)]
+)
 def test_zeros_of_the_family_have_finite_gradients(name):
     """Zero tokens, zero rates, gates at 0 and zero weights of one head: nothing becomes NaN."""
-    spec = ZEROS[name]
+    spec = (ZEROS | _ON_DEMAND)[name]
     weights, tokens = cases.arguments(spec, time=8, batch=1, dim=3, dtype="float32")
-    tokens = {n: x.at[:, 2:6].set(0) for n, x in tokens.items()}
+    tokens = jax.tree.map(lambda x: x.at[:, 2:6].set(0), tokens)
     weights = {n: w.at[0].set(0) for n, w in weights.items()}
     mode = "parallel" if ttt_jax.explain(spec).parallel else "recurrent"
     for leaf, x in cases.named_leaves(cases.gradients(spec, weights, tokens, mode=mode)):

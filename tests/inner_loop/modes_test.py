@@ -13,6 +13,7 @@ import ttt_jax
 from tests.inner_loop import cases, reference
 from tests.tolerances import assert_close, tolerance
 from ttt_jax import NewtonSchulz, Span, WeightNorm, fast_nets, losses, presets
+from ttt_jax.inner_loop import parallel
 
 FLOAT64 = 1e-12  # relative, as promised for float64
 FLOAT32 = 1e-5
@@ -46,7 +47,7 @@ def _segments(time):
     return jnp.asarray(np.stack([first, np.full(time, 4)]), jnp.int32)
 
 
-def _compare(spec, time, packed, carried, dtype, limit):
+def _compare(spec, time, packed, carried, dtype, limit, implementations=tuple(parallel.PREFIXES)):
     with jax.enable_x64(dtype == "float64"):
         weights, tokens = cases.arguments(spec, time=time, dtype=dtype)
         ids = _segments(time) if packed else None
@@ -55,8 +56,7 @@ def _compare(spec, time, packed, carried, dtype, limit):
             _, before = cases.arguments(spec, time=21, dtype=dtype, seed=1)
             _, state = cases.run(spec, weights, before)
         expected = cases.gradients(spec, weights, tokens, ids, state)
-        affine = not spec.loss.state_free
-        for implementation in ("associative_scan", *(() if affine else ("triangular",))):
+        for implementation in implementations:
             found = cases.gradients(spec, weights, tokens, ids, state, "parallel", implementation)
             for (name, a), (_, b) in zip(
                 cases.named_leaves(found), cases.named_leaves(expected), strict=True
@@ -68,34 +68,38 @@ PARALLEL = [name for name, spec in SPECS.items() if ttt_jax.explain(spec).parall
 
 
 @pytest.mark.parametrize(
-    "name,time,chunk,packed,carried",
+    "name,time,chunk,packed,carried,implementation",
     [
-        ("lact_v2", 65, 16, True, False),
-        ("lact_v3", 1, 16, False, True),
-        ("lact_v4", 63, 64, True, True),
-        ("lact_v5", 64, 16, False, False),
-        ("lact_v6", 7, 16, True, True),
-        ("lact_v6", 200, 64, False, True),
-        ("forget_steps", 65, 16, True, True),
-        ("inclusive_mean", 35, 16, False, False),
-        ("linear_attention", 7, 1, True, True),
-        ("titans", 21, 1, True, True),
-        ("titans_chunks", 21, 4, True, True),
+        ("lact_v2", 65, 16, True, False, "triangular"),
+        ("lact_v5", 64, 16, False, False, "triangular"),
+        ("lact_v6", 7, 16, True, True, "associative_scan"),
+        ("forget_steps", 65, 16, True, True, "triangular"),
+        ("inclusive_mean", 35, 16, False, False, "associative_scan"),
+        ("titans", 21, 1, True, True, "associative_scan"),
+        pytest.param(
+            *("titans_chunks", 21, 4, True, True, "associative_scan"), marks=pytest.mark.exhaustive
+        ),
     ],
 )
-def test_parallel_is_recurrent(name, time, chunk, packed, carried):
+def test_parallel_is_recurrent(name, time, chunk, packed, carried, implementation):
     spec = dataclasses.replace(SPECS[name], chunk_size=chunk)
-    _compare(spec, time, packed, carried, "float64", FLOAT64)
+    _compare(spec, time, packed, carried, "float64", FLOAT64, (implementation,))
 
 
 @pytest.mark.parametrize(
     "change,time,packed,carried",
     [
         ({"chunk_size": 1, "order": "update_then_apply", "forget": "per_token"}, 37, True, True),
-        ({"chunk_size": 1, "order": "update_then_apply", "forget": 0.9}, 9, False, False),
         ({"chunk_size": 16}, 40, True, True),
         ({"chunk_size": 16, "rate": "per_token", "direction": "ascent"}, 40, False, False),
-        ({"chunk_size": 8, "order": "update_then_apply"}, 19, True, False),
+        pytest.param(
+            *({"chunk_size": 1, "order": "update_then_apply", "forget": 0.9}, 9, False, False),
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            *({"chunk_size": 8, "order": "update_then_apply"}, 19, True, False),
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_kernel_is_recurrent(change, time, packed, carried):
@@ -116,15 +120,24 @@ def test_kernel_is_recurrent(change, time, packed, carried):
             assert_close(a, b, 1e-10, name)
 
 
-@pytest.mark.parametrize("name,time", [("lact_v2", 65), ("lact_v6", 65), ("titans", 21)])
-def test_parallel_is_recurrent_in_float32(name, time):
-    _compare(SPECS[name], time, True, True, "float32", FLOAT32)
+@pytest.mark.parametrize(
+    "name,time,implementation",
+    [
+        ("lact_v6", 65, "triangular"),
+        ("titans", 21, "associative_scan"),
+        pytest.param("lact_v2", 65, "associative_scan", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_parallel_is_recurrent_in_float32(name, time, implementation):
+    _compare(SPECS[name], time, True, True, "float32", FLOAT32, (implementation,))
 
 
 SPANS = ((0, 5, True, False), (5, 7, True, True), (0, 5, False, True), (7, 9, True, False))
 
 
-@pytest.mark.parametrize("loss", [losses.DotProduct(), losses.Squared()])
+@pytest.mark.parametrize(
+    "loss", [losses.DotProduct(), pytest.param(losses.Squared(), marks=pytest.mark.exhaustive)]
+)
 def test_updates_of_spans_at_once_are_the_spans_as_written(loss):
     """Three updates of unlike lengths, reads between and after them; from a carried state."""
     spec = dataclasses.replace(
@@ -212,9 +225,23 @@ def _specs(draw):
     )
 
 
-@hypothesis.given(spec=_specs(), time=st.integers(1, 9), packed=st.booleans())
-@hypothesis.settings(max_examples=20, deadline=None, derandomize=True)
+_ANY = dict(spec=_specs(), time=st.integers(1, 9), packed=st.booleans())
+
+
+@hypothesis.given(**_ANY)
+@hypothesis.settings(max_examples=10, deadline=None, derandomize=True)
 def test_recurrent_is_the_reference(spec, time, packed):
+    _assert_reference(spec, time, packed)
+
+
+@pytest.mark.exhaustive
+@hypothesis.given(**_ANY)
+@hypothesis.settings(max_examples=100, deadline=None, derandomize=True)
+def test_recurrent_is_the_reference_everywhere(spec, time, packed):
+    _assert_reference(spec, time, packed)
+
+
+def _assert_reference(spec, time, packed):
     with jax.enable_x64(True):
         weights, tokens = cases.arguments(spec, time=time, batch=1, dim=3, value_dim=4)
         ids = None
@@ -245,13 +272,15 @@ def test_bfloat16_keeps_a_float32_state(name):
     assert error / np.linalg.norm(np.asarray(expected)) <= tolerance(jnp.bfloat16) / 4
 
 
-def test_memory_of_training_grows_with_the_chunks():
+@pytest.mark.parametrize(
+    "mode", ["recurrent", pytest.param("parallel", marks=pytest.mark.exhaustive)]
+)
+def test_memory_of_training_grows_with_the_chunks(mode):
     """Twice the tokens, twice the memory: nothing of size time² and no state a token."""
-    for mode in ("recurrent", "parallel"):
-        sizes = []
-        for time in (512, 1024):
-            spec = presets.lact_llm(2, chunk_size=64)
-            weights, tokens = cases.arguments(spec, time=time, batch=1, dtype="float32")
-            lowered = cases.gradients.lower(spec, weights, tokens, mode=mode)
-            sizes.append(lowered.compile().memory_analysis().temp_size_in_bytes)
-        assert sizes[1] <= 2.2 * sizes[0], (mode, sizes)
+    sizes = []
+    for time in (512, 1024):
+        spec = presets.lact_llm(2, chunk_size=64)
+        weights, tokens = cases.arguments(spec, time=time, batch=1, dtype="float32")
+        lowered = cases.gradients.lower(spec, weights, tokens, mode=mode)
+        sizes.append(lowered.compile().memory_analysis().temp_size_in_bytes)
+    assert sizes[1] <= 2.2 * sizes[0], sizes

@@ -1,14 +1,12 @@
 """The layer and the language model against numbers of the official LaCT code."""
 
-import json
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+from tests.golden_cases import Golden
 from tests.models.official import params_of
 from ttt_jax.convert import lact_llm
 from ttt_jax.convert.tables import to_official
@@ -16,62 +14,26 @@ from ttt_jax.layers.mixers import TokenInfo
 from ttt_jax.layers.rotary import rotary_tables
 from ttt_jax.models import LactLLM, LactLLMConfig, build
 
-GOLDEN = Path(__file__).parent.parent / "golden"
 LAYERS = ("post_gd_S64", "pre_muon_S72", "post_muon_lowrank_nope_S72")
 DTYPES = ("float32", "float64")
 
 
-def _load(name):
-    with np.load(GOLDEN / f"{name}.npz") as file:
-        arrays = dict(file)
-    meta = json.loads((GOLDEN / f"{name}.json").read_text())
-    params = {k.removeprefix("param/"): v for k, v in arrays.items() if k.startswith("param/")}
-    return arrays, meta, params
+def _params(case):
+    return {k.removeprefix("param/"): v for k, v in case.arrays.items() if k.startswith("param/")}
 
 
 def _config(hyper, dtype, **overrides):
     return LactLLMConfig(**lact_llm.config_fields(hyper) | dict(dtype=dtype) | overrides)
 
 
-def _check(name, value, reference, tolerances, dtype):
-    """The stored tolerance of one array, by its stated metric."""
-    suffix = "_if_f32" if dtype == "float32" else ""
-    value, reference = np.asarray(value, np.float64), np.asarray(reference, np.float64)
-    if "rel_to_norm" in tolerances:
-        limit = tolerances["rel_to_norm" + suffix] * (reference[0] + np.abs(reference))
-        assert np.all(np.abs(value - reference) <= limit), (name, value, reference)
-    else:
-        limit = tolerances.get("rel_to_max" + suffix, tolerances["rel_to_max"])
-        error = np.max(np.abs(value - reference)) / np.max(np.abs(reference))
-        assert error <= limit, (name, error, limit)
-
-
-def _statistics(gradient):
-    flat = np.asarray(gradient, np.float64).ravel()
-    return np.array([np.linalg.norm(flat), flat.sum(), flat @ np.cos(0.37 * np.arange(flat.size))])
-
-
-def _check_gradients(gradients, arrays, meta, dtype):
-    checked = 0
-    for key in arrays:
-        if key.startswith("pgrad/"):
-            value = gradients[key.removeprefix("pgrad/")]
-        elif key.startswith("pgradstat/"):
-            value = _statistics(gradients[key.removeprefix("pgradstat/")])
-            checked += 1
-        else:
-            continue
-        _check(key, value, arrays[key], meta["arrays"][key]["tol"], dtype)
-    assert checked == len(gradients)
-
-
 @pytest.mark.parametrize(
     ("case", "dtype"), [*((case, "float64") for case in LAYERS), ("pre_muon_S72", "float32")]
 )
 def test_layer_equals_the_official_one(case, dtype):
-    arrays, meta, params = _load(f"lact_layer_{case}")
+    golden = Golden(f"lact_layer_{case}")
+    arrays, params = golden.arrays, _params(golden)
     with jax.enable_x64(dtype == "float64"):
-        config = _config(meta["hyper"], dtype, mode="recurrent")
+        config = _config(golden.hyper, dtype, mode="recurrent")
         layer = nnx.eval_shape(lambda: LactLLM.make_mixer(config, nnx.Rngs(0)))
         table = lact_llm.layer_table(config.num_fast_heads)
         state = params_of(layer, table, params, dtype)
@@ -89,16 +51,17 @@ def test_layer_equals_the_official_one(case, dtype):
         tag = "f32" if dtype == "float32" else "f64"
         for key, value in (("out", out), ("grad/x", x_gradient)):
             assert value.dtype == dtype
-            key = f"{tag}/{key}"
-            _check(key, value, arrays[key], meta["arrays"][key]["tol"], "float64")
-        _check_gradients(to_official(table, gradients), arrays, meta, dtype)
+            golden.check(f"{tag}/{key}", value)
+        gradients = to_official(table, gradients)
+        golden.check_parameter_gradients(gradients, in_float32=dtype == "float32")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_language_model_equals_the_official_one(dtype):
-    arrays, meta, params = _load("lact_lm_a")
+    golden = Golden("lact_lm_a")
+    arrays, params = golden.arrays, _params(golden)
     with jax.enable_x64(dtype == "float64"):
-        config = _config(meta["hyper"], dtype, scan_layers=False, mode="recurrent")
+        config = _config(golden.hyper, dtype, scan_layers=False, mode="recurrent")
         model = nnx.eval_shape(lambda: build(config))
         table = lact_llm.table(config)
         state = params_of(model, table, params, dtype)
@@ -118,6 +81,6 @@ def test_language_model_equals_the_official_one(dtype):
         tag = "f32" if dtype == "float32" else "f64"
         for key, result in (("loss", value), ("logits", logits)):
             assert result.dtype == dtype
-            key = f"{tag}/{key}"
-            _check(key, result, arrays[key], meta["arrays"][key]["tol"], "float64")
-        _check_gradients(to_official(table, gradients), arrays, meta, dtype)
+            golden.check(f"{tag}/{key}", result)
+        gradients = to_official(table, gradients)
+        golden.check_parameter_gradients(gradients, in_float32=dtype == "float32")
