@@ -157,6 +157,10 @@ def test_errors_of_sources(tmp_path):
     posed_scenes.write_realestate10k(tmp_path / "r")
     with pytest.raises(ValueError, match="config.data.frames"):
         open_scenes(_config(tmp_path / "r", frames=str(tmp_path / "missing")))
+    (tmp_path / "r" / "clip" / "2000.png").rename(tmp_path / "r" / "clip" / "2000.jpg")
+    (tmp_path / "r" / "clip" / "3000.png").unlink()
+    views, bad = read_realestate10k(tmp_path / "r" / "clip.txt", tmp_path / "r")
+    assert len(views) == 5 and views[2].image.suffix == ".jpg" and "no image" in str(bad[0])
     (tmp_path / "r" / "clip.txt").write_text("0 1 2\n")
     with pytest.raises(ValueError, match="begins with the address"):
         open_scenes(_config(tmp_path / "r"))

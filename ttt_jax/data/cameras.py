@@ -8,7 +8,7 @@ that the model gets. Poses are camera to world, OpenCV's convention.
 import dataclasses
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -74,7 +74,7 @@ def _json_view(path: pathlib.Path, number: int, entry: dict[str, Any]) -> View:
         raise BadView(f"{name}: w, h = {size.tolist()} must be positive")
     world_to_camera = _numbers(name, entry["w2c"], (4, 4))
     return View(
-        image=_existing(name, [path.parent / str(entry["file_path"])]),
+        image=_existing(name, path.parent / str(entry["file_path"])),
         intrinsics=_checked_intrinsics(name, raw, raw / np.tile(size, 2), "pixels", "fractions"),
         pose=_inverted(name, world_to_camera),
         aspect=float(size[0] / size[1]),
@@ -108,19 +108,24 @@ def read_realestate10k(
         raise ValueError(f"{path}: a RealEstate10K file begins with the address of its video")
     numbered = [(n, line.split()) for n, line in enumerate(lines, 1) if n > 1 and line.strip()]
     folder = frames / path.stem
-    return _collect(lambda entry: _realestate_view(path, folder, *entry), numbered)
+    # One listing a scene: the whole set has ten million frames.
+    files = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
+    return _collect(lambda entry: _realestate_view(path, folder, files, *entry), numbered)
 
 
 def _realestate_view(
-    path: pathlib.Path, folder: pathlib.Path, number: int, words: list[str]
+    path: pathlib.Path, folder: pathlib.Path, files: set[str], number: int, words: list[str]
 ) -> View:
     name = f"{path}, line {number}"
     if len(words) != 19:
         raise BadView(f"{name}: has {len(words)} columns; a frame has 19")
     values = _numbers(name, words[1:], (18,))
     world_to_camera = np.vstack([values[6:].reshape(3, 4), [0.0, 0.0, 0.0, 1.0]])
+    names = [words[0] + suffix for suffix in _FRAME_SUFFIXES if words[0] + suffix in files]
+    if not names:
+        raise BadView(f"{name}: there is no image {folder / words[0]}.png or .jpg")
     return View(
-        image=_existing(name, [folder / (words[0] + suffix) for suffix in _FRAME_SUFFIXES]),
+        image=folder / names[0],
         intrinsics=_checked_intrinsics(name, values[:4], values[:4], "fractions", "pixels"),
         pose=_inverted(name, world_to_camera),
         aspect=None,
@@ -192,15 +197,16 @@ def _numbers(name: str, values: Any, shape: tuple[int, ...]) -> np.ndarray:
     return array
 
 
-def _existing(name: str, paths: Sequence[pathlib.Path]) -> pathlib.Path:
-    """The first path that is a file; else BadView."""
-    for path in paths:
-        if path.is_file():
-            return path
-    raise BadView(f"{name}: there is no image {paths[0]}")
+def _existing(name: str, path: pathlib.Path) -> pathlib.Path:
+    """The path, where it is a file; else BadView."""
+    if not path.is_file():
+        raise BadView(f"{name}: there is no image {path}")
+    return path
 
 
-def _collect(read: Any, entries: Sequence[Any]) -> tuple[list[View], list[BadView]]:
+def _collect(
+    read: Callable[[Any], View], entries: Sequence[Any]
+) -> tuple[list[View], list[BadView]]:
     views, bad = [], []
     for entry in entries:
         try:

@@ -109,9 +109,7 @@ class LactNVSConfig:
 
 # The paper states 114M and no shape; this one is ours.
 PRESETS = {
-    "tiny": dict(
-        hidden_size=128, num_layers=4, num_attention_heads=4, num_fast_heads=2, patch_size=4
-    ),
+    "tiny": dict(hidden_size=128, num_layers=4, num_attention_heads=4, num_fast_heads=2),
     "114m": dict(
         hidden_size=768, num_layers=12, num_attention_heads=12, num_fast_heads=3, mlp_multiple=3.0
     ),
