@@ -9,8 +9,7 @@ class ImageConfig:
     """Labelled images, and the recipe by which training varies them.
 
     The size of the images is the model's (`config.model.image_size`). The defaults vary nothing;
-    the numbers in parentheses are those of DeiT (Touvron et al. 2021, arXiv 2012.12877), which
-    ViTTT's official code uses.
+    the numbers in parentheses are those of `deit` (Touvron et al. 2021, arXiv 2012.12877).
 
     Attributes:
       source: "builtin" (handwritten digits of 8×8 that come with scikit-learn), a folder with one
@@ -74,6 +73,35 @@ class ImageConfig:
         for name in ("mixup_alpha", "cutmix_alpha"):
             value = getattr(self, name)
             _check(0 <= value < float("inf"), name, value, "must be >= 0; 0 turns it off")
+
+
+def deit(**changes: Any) -> ImageConfig:
+    """The recipe of DeiT for ImageNet, 1,024 images a step, as ViTTT's official code has it.
+
+    Args:
+      **changes: fields to change.
+
+    Returns:
+      The configuration; its source is "tfds:imagenet2012".
+
+    >>> deit(source="imagenet").cutmix_alpha
+    1.0
+    """
+    recipe = dict(
+        source="tfds:imagenet2012",
+        batch_size=1024,
+        num_workers=32,
+        eval_crop=0.875,
+        crop_min_area=0.08,
+        flip=0.5,
+        randaugment_layers=2,
+        randaugment_magnitude=9.0,
+        erase=0.25,
+        mixup_alpha=0.8,
+        cutmix_alpha=1.0,
+        label_smoothing=0.1,
+    )
+    return ImageConfig(**recipe | changes)
 
 
 def _check(condition: bool, name: str, value: Any, rule: str) -> None:

@@ -158,13 +158,27 @@ def test_h_vittt_records_running_statistics_in_training_only():
 
 @pytest.mark.parametrize("stride, height, width", [(1, 3, 5), (2, 6, 4), (2, 5, 3)])
 def test_depthwise_convolution_is_the_compilers(stride, height, width):
+    """Values and both gradients."""
     x = jax.random.normal(jax.random.key(0), (2, height, width, 4))
     kernel = jax.random.normal(jax.random.key(1), (9, 4))
-    expected = jax.lax.conv_general_dilated(
-        x, kernel.reshape(3, 3, 1, 4), (stride, stride), ((1, 1), (1, 1)),
-        dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=4,
-    )  # fmt: skip
-    assert_close(depthwise_conv3x3(x, kernel, stride), expected, 1e-5)
+
+    def compilers(x, kernel):
+        return jax.lax.conv_general_dilated(
+            x, kernel.reshape(3, 3, 1, 4), (stride, stride), ((1, 1), (1, 1)),
+            dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=4,
+        )  # fmt: skip
+
+    def run(convolve):
+        def loss(x, kernel):
+            y = convolve(x, kernel)
+            return jnp.sum(jnp.sin(y)), y
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(x, kernel)
+
+    (_, expected), gradients = run(compilers)
+    (_, found), ours = run(lambda x, kernel: depthwise_conv3x3(x, kernel, stride))
+    for a, b in zip((found, *ours), (expected, *gradients), strict=True):
+        assert_close(a, b, tolerance(jnp.float32, 9))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Convolutions of images: depthwise 3×3, dense, and the patch embedding."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -9,11 +11,13 @@ from ttt_jax.layers.rms_norm import at_least_float32
 from ttt_jax.sharding import param
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def depthwise_conv3x3(x, kernel, stride: int = 1):
     """y[p, c] = Σ_j kernel[j, c] x[p + j, c] over the 3×3 neighbours j of p, zeros outside.
 
     A cross-correlation, as in PyTorch, written as nine shifted products: a grouped convolution of
     the compiler is slow to differentiate and may be gathered over the batch when it is sharded.
+    The gradient is written out, because that of nine slices is nine paddings and sums.
 
     Args:
       x: [batch, height, width, channels], any float dtype.
@@ -29,15 +33,43 @@ def depthwise_conv3x3(x, kernel, stride: int = 1):
     [10.0, 10.0, 10.0, 10.0]
     """
     wide = at_least_float32(x.dtype)
+    kernel = kernel.astype(x.dtype).astype(wide)
+    shifted = _neighbours(x, stride)
+    return sum(y.astype(wide) * kernel[index] for index, y in enumerate(shifted)).astype(x.dtype)
+
+
+def _depthwise_forward(x, kernel, stride):
+    return depthwise_conv3x3(x, kernel, stride), (x, kernel)
+
+
+def _depthwise_backward(stride, residuals, error):
+    x, kernel = residuals
+    channels, wide = x.shape[-1], at_least_float32(x.dtype)
+    # A sum over pixels as a product with ones: compilers make a fast matrix-vector product of it.
+    ones = jnp.ones(error.size // channels, wide)
+    by_kernel = [
+        ones @ (y.astype(wide) * error.astype(wide)).reshape(-1, channels)
+        for y in _neighbours(x, stride)
+    ]
+    spread = [(0, size - (n - 1) * stride - 1, stride - 1)
+              for size, n in zip(x.shape[1:3], error.shape[1:3], strict=True)]  # fmt: skip
+    spread = lax.pad(error, jnp.zeros((), error.dtype), [(0, 0, 0), *spread, (0, 0, 0)])
+    by_x = depthwise_conv3x3(spread, kernel[::-1], 1)
+    return by_x, jnp.stack(by_kernel).astype(kernel.dtype)
+
+
+depthwise_conv3x3.defvjp(_depthwise_forward, _depthwise_backward)
+
+
+def _neighbours(x, stride):
+    """The nine shifted images [batch, ceil(height / stride), …], from above left on."""
     height, width = x.shape[1:3]
     padded = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
-    kernel = kernel.astype(x.dtype).astype(wide)
-    total = 0
-    for index in range(9):
-        row, column = divmod(index, 3)
-        shifted = padded[:, row : row + height : stride, column : column + width : stride]
-        total = total + shifted.astype(wide) * kernel[index]
-    return total.astype(x.dtype)
+    return [
+        padded[:, row : row + height : stride, column : column + width : stride]
+        for row in range(3)
+        for column in range(3)
+    ]
 
 
 class DepthwiseConv(nnx.Module):

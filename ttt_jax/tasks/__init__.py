@@ -3,11 +3,19 @@
 from typing import Any
 
 from ttt_jax.config import DataConfig
+from ttt_jax.config_images import ImageConfig
+from ttt_jax.config_views import ViewsConfig
 from ttt_jax.tasks.base import Result, Task
+from ttt_jax.tasks.classification import Classification
 from ttt_jax.tasks.language import Language
+from ttt_jax.tasks.views import Views
 
 # The type of config.data -> the task.
-_TASKS: dict[type, type[Task]] = {DataConfig: Language}
+_TASKS: dict[type, type[Task]] = {
+    DataConfig: Language,
+    ImageConfig: Classification,
+    ViewsConfig: Views,
+}
 
 
 def make_task(config: Any) -> Task:
@@ -28,4 +36,4 @@ def make_task(config: Any) -> Task:
     return _TASKS[type(config.data)](config)
 
 
-__all__ = ["Language", "Result", "Task", "make_task"]
+__all__ = ["Classification", "Language", "Result", "Task", "make_task"]
