@@ -14,7 +14,7 @@ from tests.data import posed_scenes
 from ttt_jax import sharding
 from ttt_jax.config import Config, TrainConfig
 from ttt_jax.config_views import ViewsConfig
-from ttt_jax.data.camera_paths import focus_of, swing
+from ttt_jax.data.camera_paths import focus_of, swing, up_of
 from ttt_jax.data.scenes import look_at
 from ttt_jax.models import build, lact_nvs, transformer
 from ttt_jax.tasks import make_task
@@ -80,6 +80,7 @@ def test_a_path_around_what_the_cameras_look_at():
     positions = focus + np.array([[3.0, 0, 1], [2.0, 2.0, 1.2], [2.0, -2.0, 0.8]])
     poses = look_at(positions, focus)
     assert np.allclose(focus_of(poses), focus, atol=1e-2)
+    assert np.allclose(up_of(poses), [0, 0, 1], atol=0.02)
     path = swing(poses, 12)
     assert np.allclose(path[:, :3, :3] @ path[:, :3, :3].transpose(0, 2, 1), np.eye(3), atol=1e-9)
     forward = np.einsum("nij,j->ni", np.linalg.inv(path)[:, :3, :3], focus) + np.linalg.inv(

@@ -5,6 +5,7 @@ import numpy as np
 from ttt_jax.data.scenes import look_at
 
 _ROUND = 2 * np.pi / 3  # cameras farther than this from their mean azimuth: all the way round
+_UPWARD = 0.01  # weight of the images' own upward direction
 _PRIOR = 1e-3  # weight of the prior on the focus, against parallel optical axes
 
 
@@ -32,6 +33,28 @@ def focus_of(poses: np.ndarray) -> np.ndarray:
     return np.linalg.solve(matrix, np.einsum("nij,nj->i", across, centres) + _PRIOR * guess)
 
 
+def up_of(poses: np.ndarray) -> np.ndarray:
+    """The direction that is up: level cameras have their x axes across it.
+
+    The unit vector u that minimises mean((x_i · u)²) − 0.01 (y̅ · u)², y̅ the mean upward axis of the
+    images, which decides the sign, and the direction where all x axes are alike.
+
+    Args:
+      poses: [n, 4, 4], camera to world.
+
+    Returns:
+      [3].
+
+    >>> poses = look_at(np.array([[3.0, 0, 1], [0, 3.0, 2]]), np.array([0.0, 0.0, 0.5]))
+    >>> bool(up_of(poses)[2] > 0.999)
+    True
+    """
+    right, upward = poses[:, :3, 0], -poses[:, :3, 1].mean(0)
+    matrix = right.T @ right / len(poses) - _UPWARD * np.outer(upward, upward)
+    up = np.linalg.eigh(matrix)[1][:, 0]
+    return up * np.sign(up @ upward)
+
+
 def swing(poses: np.ndarray, frames: int) -> np.ndarray:
     """Cameras that swing about the focus of given ones, or go round it where those do.
 
@@ -50,8 +73,7 @@ def swing(poses: np.ndarray, frames: int) -> np.ndarray:
     [1.0, 1.0, 1.0, 1.0]
     """
     focus = focus_of(poses)
-    up = -poses[:, :3, 1].mean(0)
-    up /= np.linalg.norm(up)
+    up = up_of(poses)
     offsets = poses[:, :3, 3] - focus
     heights = offsets @ up
     flat = offsets - heights[:, None] * up
