@@ -29,7 +29,8 @@ train: $(INSTALLED)
 	$(BIN)/python launch/train.py --config=configs/lact_llm.py:tiny --workdir=$(RUNS)/tiny
 	$(BIN)/python launch/evaluate.py --workdir=$(RUNS)/tiny
 	$(BIN)/python launch/generate.py --workdir=$(RUNS)/tiny --prompt="The "
-	$(BIN)/python launch/reproduce.py --experiment=ablation --scale=tiny --workdir=$(RUNS)/ablation
+	$(BIN)/python launch/reproduce.py --experiment=ablation --tasks=language --seeds=1 \
+	    --models=V0,V2,V6,softmax --workdir=$(RUNS)/reproduce
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal --durations=15 $(PYTEST_ARGS)

@@ -140,6 +140,10 @@ class AttentionLayer(nnx.Module):
         """
         return init_attention_cache(batch, length, self.heads, self.head_dim, self.dtype)
 
+    def compared(self, x, info: TokenInfo):
+        """What the mixer compares: {"q", "k", "v"}, each [batch, time, heads, head size]."""
+        return dict(zip("qkv", self._rotated(*self._project(x), info), strict=True))
+
     def _project(self, x):
         q, k, v = self.query(x), self.key(x), self.value(x)
         if self.q_norm is not None:
@@ -225,6 +229,10 @@ class LactLayer(AttentionLayer):
         added = {name: w - initial[name] for name, w in final.items()}
         stats = {"state_norm": state_norm(final), "update_norm": state_norm(added)}
         return self.out(mixed + fast), stats
+
+    def compared(self, x, info: TokenInfo):
+        """What the inner loop reads, see `TTTBranch.inputs`."""
+        return self.branch.inputs(x, *self._project(x), self._fast_tables(info))
 
     def decode(self, x, cache: LactCache, info: TokenInfo):
         """Mixes new tokens with those before; the fast weights go on learning.

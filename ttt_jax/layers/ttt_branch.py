@@ -113,7 +113,7 @@ class TTTBranch(nnx.Module):
         """
         with jax.named_scope("ttt"):
             options = dict(mode=self.mode, implementation=self.implementation)
-            inputs = self._inputs(x, q, k, v, tables)
+            inputs = self.inputs(x, q, k, v, tables)
             out, final = sharded_ttt(
                 self.spec, self.weights(), **inputs, segment_ids=segment_ids, **options
             )
@@ -139,7 +139,7 @@ class TTTBranch(nnx.Module):
             out, state = ttt(
                 self.spec,
                 self.weights(),
-                **self._inputs(x, q, k, v, tables),
+                **self.inputs(x, q, k, v, tables),
                 segment_ids=segment_ids,
                 initial_state=initial_state,
                 mode=self.mode,
@@ -147,8 +147,16 @@ class TTTBranch(nnx.Module):
             )
             return self._output(out, x), state
 
-    def _inputs(self, x, q, k, v, tables):
-        """What the inner loop reads: q, k, v and the gates that it takes per token."""
+    def inputs(self, x, q, k, v, tables: RotaryTables | None) -> dict[str, jax.Array]:
+        """What the inner loop reads: q, k, v and the gates that it takes per token.
+
+        Args:
+          x, q, k, v, tables: as in `__call__`.
+
+        Returns:
+          q, k, v: [batch, time, heads, head size] in the compute dtype; lr and momentum, where the
+          inner loop takes them per token: [batch, time, heads(, matrices)], float32.
+        """
         fast = zip("qkv", self._fast_inputs(q, k, v, tables), strict=True)
         return dict(fast) | self._gates(x)
 

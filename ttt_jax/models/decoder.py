@@ -137,6 +137,28 @@ class Decoder(nnx.Module):
         x, stats = self._run(x, None, info)
         return self.norm(x), stats
 
+    def probe(self, tokens):
+        """What the mixer of each layer compares.
+
+        Args:
+          tokens: [batch, time], one document a row.
+
+        Returns:
+          A list with the `compared` of each layer's mixer: q, k, v and, for a TTT branch, gates.
+
+        Raises:
+          ValueError: the layers are scanned.
+        """
+        if self.config.scan_layers:
+            raise ValueError("scan_layers=True: probe needs layers one by one (`unstack_layers`)")
+        _check_tokens(tokens, None)
+        info = TokenInfo(self._tables(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]))
+        x, found = self.embedding(tokens), []
+        for layer in self.layers:
+            found.append(layer.mixer.compared(layer.mixer_norm(x), info))
+            x, _ = layer(x, None, info)
+        return found
+
     def logits(self, features):
         """Scores of the vocabulary.
 

@@ -1,0 +1,146 @@
+"""Cells of an experiment: each runs once, is kept, goes on where it was stopped, and fails alone.
+
+A cell is a name, a function, and a key: the values on which its result depends. Its result is
+JSON in ``cells/<name>/result.json``; a cell whose key has changed is run anew in a folder of its
+own, so that no table mixes two configurations.
+"""
+
+import dataclasses
+import hashlib
+import json
+import logging
+import pathlib
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from ttt_jax import config as config_lib
+from ttt_jax import evaluate, metrics, train
+from ttt_jax.metrics import note
+
+logger = logging.getLogger(__name__)
+
+Values = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One thing to run.
+
+    Attributes:
+      name: title, also of its folder; letters, digits and ``- . _``.
+      key: JSON values on which the result depends.
+      run: from the cell's folder to its result, JSON values.
+    """
+
+    name: str
+    key: Values
+    run: Callable[[pathlib.Path], Values]
+
+    def folder(self, root: pathlib.Path) -> pathlib.Path:
+        """Returns the cell's folder: its name and a hash of its key."""
+        text = json.dumps(self.key, sort_keys=True)
+        return root / "cells" / f"{self.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+class Interrupted(Exception):
+    """A training inside a cell was ended by a signal; its state is saved."""
+
+    def __init__(self, exit_code: int):
+        super().__init__(exit_code)
+        self.exit_code = exit_code
+
+
+def run_cells(
+    cells: Sequence[Cell], root: pathlib.Path, part: tuple[int, int] = (0, 1)
+) -> dict[str, Values]:
+    """Runs the cells that are not done, one after the other.
+
+    Args:
+      cells: what to run; names differ.
+      root: folder of the experiments; cells with equal name and key are shared between them.
+      part: (index, count): runs only every count-th cell from the index-th, for processes side
+        by side.
+
+    Returns:
+      Name -> result with the name of its "folder" and its "seconds"; a cell that failed has
+      {"failed": "Type: message"} and runs again next time.
+
+    Raises:
+      Interrupted: a signal ended a training.
+    """
+    index, count = part
+    mine = list(cells)[index::count]
+    results = {}
+    for number, cell in enumerate(mine, start=1):
+        done = cell.folder(root) / "result.json"
+        if done.exists():
+            results[cell.name] = json.loads(done.read_text())
+            continue
+        note(f"\n=== {cell.name} ({number} of {len(mine)})")
+        results[cell.name] = _run(cell, done)
+        jax.clear_caches()
+    return results
+
+
+def _run(cell: Cell, done: pathlib.Path) -> Values:
+    done.parent.mkdir(parents=True, exist_ok=True)
+    start = time.perf_counter()
+    try:
+        values = cell.run(done.parent)
+    except Interrupted:
+        raise
+    except Exception as error:  # one failed cell must not cost the others
+        logger.exception("cell %s failed", cell.name)
+        return {"failed": f"{type(error).__name__}: {error}"}
+    values = {**values, "folder": done.parent.name, "seconds": time.perf_counter() - start}
+    draft = done.with_suffix(".tmp")
+    draft.write_text(json.dumps(values, indent=2) + "\n")
+    draft.replace(done)
+    return values
+
+
+def failures(results: dict[str, Values]) -> dict[str, str]:
+    """Returns name -> message of the cells that failed.
+
+    >>> failures({"a": {"loss": 1.0}, "b": {"failed": "ValueError: no"}})
+    {'b': 'ValueError: no'}
+    """
+    return {name: v["failed"] for name, v in results.items() if "failed" in v}
+
+
+def training_cell(name: str, config: Any, measure: Callable[[pathlib.Path], Values]) -> Cell:
+    """A cell that trains a configuration and measures the result.
+
+    Args:
+      name: of the cell.
+      config: a `ttt_jax.config.Config`; it is the key.
+      measure: from the finished workdir to more values.
+
+    Returns:
+      The cell; its result holds the metrics of the evaluation, train_rate (median of the progress
+      lines, in what the task counts a second), and what `measure` adds.
+    """
+
+    def run(folder: pathlib.Path) -> Values:
+        code = train.main(config, folder)
+        if code > 128:
+            raise Interrupted(code)
+        if code:
+            raise RuntimeError(f"training ended with exit code {code}")
+        report = evaluate.read_report(folder)
+        lines = metrics.read_metrics(folder / "metrics.jsonl")
+        rates = [
+            value
+            for line in lines
+            if line["kind"] == "train"
+            for name, value in line.items()
+            if name.endswith("_per_second") and value is not None
+        ]
+        rate = {"train_rate": statistics.median(rates) if rates else None}
+        return report | rate | measure(folder)
+
+    return Cell(name=name, key=config_lib.to_dict(config), run=run)

@@ -1,0 +1,188 @@
+"""All experiments from one command: cells that resume, processes side by side, one report each."""
+
+import ast
+import dataclasses
+import os
+import pathlib
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+
+from ttt_jax.experiments import ablation, length, paradoxes, throughput
+from ttt_jax.experiments.cells import Cell, Interrupted, Values, failures, run_cells
+from ttt_jax.experiments.report import Report
+from ttt_jax.experiments.systems import SCALES, TASKS
+from ttt_jax.metrics import note
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to run.
+
+    Attributes:
+      experiments: keys of `EXPERIMENTS`, or "all".
+      scale: one of `systems.SCALES`.
+      tasks: of ablation and paradoxes, keys of `systems.TASKS`.
+      models: of the ablation, titles; none given: all.
+      seeds: seeds of each model.
+      fields: dotted configuration fields of the language models to change.
+      jobs: processes side by side.
+      part: (index, count): this process runs every count-th cell from the index-th and writes no
+        report.
+      command: the command line, for the report and for the processes side by side.
+    """
+
+    experiments: tuple[str, ...] = ("ablation",)
+    scale: str = "tiny"
+    tasks: tuple[str, ...] = tuple(TASKS)
+    models: tuple[str, ...] = ()
+    seeds: int = 3
+    fields: Values = dataclasses.field(default_factory=dict)
+    jobs: int = 1
+    part: tuple[int, int] = (0, 1)
+    command: Sequence[str] = ()
+
+    def names(self) -> tuple[str, ...]:
+        """Returns the experiments, "all" spelled out.
+
+        Raises:
+          ValueError: a name, scale or task is unknown.
+
+        >>> Options(experiments=("all",)).names()
+        ('ablation', 'paradoxes', 'throughput', ...'length')
+        """
+        names = tuple(EXPERIMENTS) if "all" in self.experiments else self.experiments
+        for given, known, flag in (
+            (names, tuple(EXPERIMENTS), "experiment"),
+            ((self.scale,), SCALES, "scale"),
+            (self.tasks, tuple(TASKS), "tasks"),
+        ):
+            unknown = [name for name in given if name not in known]
+            if unknown:
+                raise ValueError(f"{flag}={unknown[0]!r} must be one of {list(known)}")
+        return tuple(names)
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """One experiment: its title, its cells, and how their results become a report."""
+
+    title: str
+    cells: Callable[[Options], list[Cell]]
+    report: Callable[[dict[str, Values], Report, pathlib.Path], None]
+
+
+EXPERIMENTS = {
+    "ablation": Experiment(
+        "The six-step reduction",
+        lambda o: ablation.cells(o.scale, o.seeds, o.tasks, o.models, o.fields),
+        ablation.report,
+    ),
+    "paradoxes": Experiment(
+        "Paradoxes of memorisation at test time",
+        lambda o: paradoxes.cells(o.scale, o.seeds, o.tasks, o.fields),
+        paradoxes.report,
+    ),
+    "throughput": Experiment(
+        "Throughput of the layer", lambda o: throughput.cells(o.scale), throughput.report
+    ),
+    "length": Experiment(
+        "Beyond the training length", lambda o: length.cells(o.scale, o.fields), length.report
+    ),
+}
+
+
+def parse_fields(words: Sequence[str]) -> Values:
+    """Reads "train.steps=5" and the like; a value that is no Python literal is text.
+
+    Raises:
+      ValueError: a word has no "=".
+
+    >>> parse_fields(["train.steps=5", "data.source=books/*.txt"])
+    {'train.steps': 5, 'data.source': 'books/*.txt'}
+    """
+    fields = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals:
+            raise ValueError(f"set={word!r} must be field=value")
+        try:
+            fields[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            fields[name] = value
+    return fields
+
+
+def main(options: Options, workdir: str | os.PathLike[str]) -> int:
+    """Runs the cells that are not done, and writes the reports.
+
+    Args:
+      options: what to run.
+      workdir: folder for ``cells/`` and, per experiment, a folder with report.md.
+
+    Returns:
+      The exit code: 0; 1 if a cell failed; 128 + n if signal n ended a training.
+
+    Raises:
+      ValueError: an unknown name, or a configuration that breaks a rule; nothing was run.
+    """
+    names, root = options.names(), pathlib.Path(workdir)
+    plan = {name: EXPERIMENTS[name].cells(options) for name in names}
+    unique = list({cell.folder(root): cell for cells in plan.values() for cell in cells}.values())
+    root.mkdir(parents=True, exist_ok=True)
+    # The seeds of a model share their compiled programs.
+    jax.config.update("jax_compilation_cache_dir", str(root.resolve() / "compiled"))
+    start = time.perf_counter()
+    if options.jobs > 1:
+        _side_by_side(options)
+    try:
+        results = run_cells(unique, root, options.part)
+    except Interrupted as stopped:
+        return stopped.exit_code
+    if options.part[1] > 1:
+        return 0
+    minutes = (time.perf_counter() - start) / 60
+    for name, cells in plan.items():
+        mine = {cell.name: results[cell.name] for cell in cells}
+        path = _write_report(name, mine, root, options, minutes)
+        note(f"Report: {path}")
+    failed = failures(results)
+    for name, message in failed.items():
+        note(f"FAILED: {name}: {message}")
+    return int(bool(failed))
+
+
+def _side_by_side(options: Options) -> None:
+    """Runs the command in `jobs` processes, each its share; what fails there runs again here."""
+    count = options.jobs
+    running = [
+        subprocess.Popen([sys.executable, *options.command, "--jobs=1", f"--part={i},{count}"])
+        for i in range(count)
+    ]
+    try:
+        for process in running:
+            process.wait()
+    except KeyboardInterrupt:
+        for process in running:
+            process.terminate()
+        raise
+
+
+def _write_report(
+    name: str, results: dict[str, Values], root: pathlib.Path, options: Options, minutes: float
+) -> pathlib.Path:
+    """Writes the report of one experiment from the results of its cells."""
+    command = shlex.join(["python", *options.command]) if options.command else "a call of main()"
+    experiment = EXPERIMENTS[name]
+    out = Report(experiment.title, root / name, command)
+    spent = sum(values.get("seconds", 0.0) for values in results.values()) / 60
+    out.text(
+        f"Scale {options.scale}, {options.seeds} seeds (0 to {options.seeds - 1}), "
+        f"{len(results)} cells that took {spent:.1f} minutes; this run {minutes:.1f} minutes."
+    )
+    experiment.report(results, out, root)
+    return out.write()

@@ -1,0 +1,62 @@
+"""The paper's throughput table on this machine: the layer alone, V0 to V6 in every mode."""
+
+import dataclasses
+import pathlib
+
+from ttt_jax.benchmark import suites
+from ttt_jax.experiments.cells import Cell, Values
+from ttt_jax.experiments.report import Report, new_figure, style
+
+# Tokens of the sequence: at "tiny" two CPU cores take about a minute.
+_TOKENS = {"tiny": 2048, "small": 32768, "paper": 32768}
+
+
+def cells(scale: str) -> list[Cell]:
+    """One cell: the benchmark's suite `throughput_table` on this machine.
+
+    Args:
+      scale: one of `systems.SCALES`; "tiny" times small shapes, the others LaCT-760M's.
+    """
+    name = "small" if scale == "tiny" else "full"
+    size = dataclasses.replace(suites.SIZES[name], tokens=_TOKENS[scale])
+    machine = suites.describe_device()
+
+    def run(_: pathlib.Path) -> Values:
+        options = suites.Options(
+            size=size, seconds=0.2, batches=3, kernel_times=False, backward=True,
+            variants=tuple(range(7)),
+        )  # fmt: skip
+        return {"rows": suites.throughput_table(options), "machine": machine}
+
+    key = {"size": dataclasses.asdict(size), "machine": machine}
+    return [Cell(name="throughput", key=key, run=run)]
+
+
+def report(results: dict[str, Values], out: Report, root: pathlib.Path) -> None:
+    """Writes the table and a picture of it.
+
+    Args:
+      results: of `run_cells`.
+      out: the report.
+      root: unused: all is in the results.
+    """
+    values = results["throughput"]
+    if "failed" in values:
+        out.text(f"FAILED: {values['failed']}")
+        return
+    rows = values["rows"]
+    out.table("throughput", rows, f"Layer alone, batch 1, on {values['machine']}.")
+    forward = [row for row in rows if row["pass"] == "fwd" and row["Mtok/s"]]
+    cases = list(dict.fromkeys(row["case"] for row in forward))
+    figure, (axes,) = new_figure(1, width=7)
+    forms = list(dict.fromkeys(row["implementation"] for row in forward))
+    for index, form in enumerate(forms):
+        heights = [next((r["Mtok/s"] for r in forward if (r["case"], r["implementation"])
+                         == (case, form)), 0.0) for case in cases]  # fmt: skip
+        shift = (index - (len(forms) - 1) / 2) * 0.8 / len(forms)
+        places = [place + shift for place in range(len(cases))]
+        axes.bar(places, heights, 0.8 / len(forms), label=form, color=style(index)["color"])
+    axes.set_xticks(range(len(cases)), cases)
+    axes.set(ylabel="million tokens a second, forward")
+    axes.legend()
+    out.figure("throughput", figure, "Forward pass of one layer in each mode.")
