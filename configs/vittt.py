@@ -12,7 +12,7 @@ is configs/vit.py; every other field by --config.part.field=value.
 | s_imagenet | 23.8M, ImageNet-1K, 300 epochs | GPUs or TPUs | not run here | 81.6 % (official) |
 | b_imagenet | 90.1M, ImageNet-1K, 60 epochs | GPUs or TPUs | not run here | 79.34 % (paper) |
 | b_imagenet_300 | 90.1M, ImageNet-1K, 300 epochs | GPUs, TPUs | not run here | 82.6 % (official) |
-| h_t_imagenet | H-ViTTT 28.7M, ImageNet-1K, 300 epochs | GPUs or TPUs | not run here | 84.0 % (with MESA) |
+| h_t_imagenet | H-ViTTT, 28.7M, 300 epochs | GPUs or TPUs | not run here | 84.0 % (with MESA) |
 
 Always answering the most frequent class is right for 11.70 % of the held-out digits.
 
