@@ -105,7 +105,13 @@ CAUSAL = [
 ]
 
 
-@pytest.mark.parametrize("causal", CAUSAL, ids=str)
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize(
+    "causal", [CAUSAL[0], CAUSAL[1], CAUSAL[4], slow(CAUSAL[2]), slow(CAUSAL[3])], ids=str
+)
 def test_reference_is_the_definition(causal):
     x, ids = make(0, 2, 47, 2, 4, 3, decay=True, state=True, packed=True)
     out, final = linear_attention(**x, segment_ids=ids, implementation="reference", **causal)
@@ -116,8 +122,12 @@ def test_reference_is_the_definition(causal):
     assert_close(final, expected[1], tolerance(jnp.float32, 47), "final")
 
 
-@pytest.mark.parametrize("causal", CAUSAL, ids=str)
-@pytest.mark.parametrize("length, packed", [(1, False), (100, True)])
+@pytest.mark.parametrize(
+    "causal, length, packed",
+    [(CAUSAL[0], 1, False), *((CAUSAL[i], 100, True) for i in (0, 2, 3)),
+     *(slow(c, 1, False) for c in CAUSAL[1:]), *(slow(CAUSAL[i], 100, True) for i in (1, 4))],
+    ids=str,
+)
 def test_xla_equals_reference(monkeypatch, causal, length, packed):
     monkeypatch.setattr(xla, "BLOCK", 16)  # several blocks and groups of blocks in a short row
     monkeypatch.setattr(xla, "MAX_GROUP", 3)
@@ -170,7 +180,7 @@ def test_decay_of_minus_infinity_and_long_strong_decay():
     assert_close(run[1], run[0], tolerance(jnp.float32, 8))
 
 
-@settings(deadline=None, max_examples=3)
+@settings(deadline=None, max_examples=2)
 @given(split=st.integers(1, 39), implementation=st.sampled_from(["reference", "xla"]))
 def test_split_equals_whole(split, implementation):
     x, _ = make(6, 1, 40, 2, 4, 4, decay=True, state=True, packed=False)
@@ -296,11 +306,11 @@ def test_mosaic_gpu_in_the_interpreter(case):
 LOWERED = [
     # batch, length, heads, key_dim, value_dim
     (1, 32768, 12, 128, 128),
-    (1, 32768, 24, 64, 64),
-    (40, 1000, 4, 128, 128),
-    (1, 4096, 3, 192, 192),
-    (1, 4096, 3, 256, 256),
     (2, 1, 1, 80, 128),
+    (1, 4096, 3, 256, 256),
+    slow((1, 32768, 24, 64, 64)),
+    slow((40, 1000, 4, 128, 128)),
+    slow((1, 4096, 3, 192, 192)),
 ]
 
 

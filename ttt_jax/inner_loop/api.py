@@ -129,7 +129,7 @@ def choose(
         if implementation is not None:
             raise ValueError(f"{implementation=} needs a named mode; mode='auto' picks both")
         mode = "recurrent" if serial or parallel.is_dear(spec) else "parallel"
-        if not no_kernel and compat.hopper_problem() is None:
+        if not no_kernel and None in (compat.hopper_problem(), compat.tpu_problem()):
             mode = "kernel"
         _log_choice(spec, mode)
     if mode == "kernel" and no_kernel:
