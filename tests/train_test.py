@@ -189,6 +189,13 @@ def test_an_unwritable_workdir_is_refused(place, text, tmp_path):
         train.main(tiny_config(text), workdir)
 
 
+def test_an_address_is_no_workdir(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(checkpoint.CheckpointError, match="mount the bucket"):
+        train.main(tiny_config(text), "gs://bucket/run")
+    assert not list(tmp_path.iterdir())
+
+
 def put_in_the_way(folder, spare):
     """Moves a folder to `spare` and puts a file in its place, while a writer may make it anew."""
     for attempt in range(100):

@@ -60,8 +60,14 @@ def check_workdir(workdir: str | os.PathLike[str], config: Any) -> None:
     """Checks that a run of `config` may start or go on in `workdir`; creates the folder.
 
     Raises:
-      CheckpointError: the folder cannot be written to, or holds a run of another configuration.
+      CheckpointError: the folder is an address, cannot be written to, or holds a run of another
+        configuration.
     """
+    if "://" in str(workdir):
+        raise CheckpointError(
+            f"workdir={str(workdir)!r} is an address; mount the bucket (gcsfuse, s3fs) and give the "
+            "path of a folder"
+        )
     folder = pathlib.Path(workdir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
