@@ -37,7 +37,8 @@ class DataConfig:
 
     Attributes:
       source: "builtin" (text that comes with Python), a path or glob of .txt, .jsonl or .parquet
-        files, or a folder of ArrayRecord shards written by launch/tokenize_text.py.
+        files, or a folder of ArrayRecord shards written by launch/tokenize_text.py; several with
+        their shares of the training rows as "books/*.txt=3;builtin=1".
       tokenizer: "bytes", or the path of a SentencePiece .model or Hugging Face .json file.
       eval_fraction: part of the documents held out for evaluation, in (0, 1).
       sequence_length: tokens of a row, T.

@@ -107,7 +107,7 @@ class Batches:
     def __init__(
         self,
         tokens: Any,
-        rows: TrainRows | EvalRows,
+        rows: Any,
         *,
         sequence_length: int,
         batch_size: int,
@@ -118,7 +118,7 @@ class Batches:
 
         Args:
           tokens: the stream; [a:b] gives an integer array [b - a].
-          rows: of this split.
+          rows: of this split: `TrainRows`, `EvalRows` or `ttt_jax.data.mixture.MixedRows`.
           sequence_length: T.
           batch_size: rows of one process, B.
           process_index, process_count: p and P.

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ttt_jax.data import corpus as corpus_lib
-from ttt_jax.data import pipeline
+from ttt_jax.data import mixture, pipeline
 from ttt_jax.data.tokenizers import Tokenizer
 
 _SPLITS = ("train", "eval")
@@ -27,9 +26,10 @@ def text_iterator(
     """Opens a split as a stream of batches.
 
     "train" repeats forever, shuffled anew each epoch; batch s is a function of (text, tokenizer,
-    T, rows of all processes, seed, s). "eval" is one pass in a fixed order: every token but the
-    first of each document is a target exactly once, every process gets the same number of
-    batches, and the last ones are filled up with weight 0.
+    T, rows of all processes, seed, s). Several sources ("a.txt=3;b.txt=1") share the rows by their
+    weights, and what is held out of each is evaluated as one. "eval" is one pass in a fixed order:
+    every token but the first of each document is a target exactly once, every process gets the
+    same number of batches, and the last ones are filled up with weight 0.
 
     With `data_config.pack`, training rows are filled without padding: the documents of an epoch
     follow each other and are cut every T targets. Evaluation rows never cut a document of at most
@@ -66,19 +66,14 @@ def text_iterator(
     1
     """
     _check(split, sequence_length, batch_size, seed, process_index, process_count)
-    corpus = corpus_lib.load(data_config.source, tokenizer)
-    offsets, documents = _documents(corpus, data_config, split)
+    text = _load(data_config, tokenizer)
+    options = dict(sequence_length=sequence_length, pack=data_config.pack)
     if split == "train":
-        _check_length(offsets, documents, sequence_length, data_config)
-        rows = pipeline.TrainRows(
-            offsets, documents, sequence_length=sequence_length, seed=seed, pack=data_config.pack
-        )
+        rows = _train_rows(text, data_config, seed, options)
     else:
-        rows = pipeline.EvalRows(
-            offsets, documents, sequence_length=sequence_length, pack=data_config.pack
-        )
+        rows = pipeline.EvalRows(text.offsets, text.held_out, **options)
     batches = pipeline.Batches(
-        corpus.tokens,
+        text.tokens,
         rows,
         sequence_length=sequence_length,
         batch_size=batch_size,
@@ -86,7 +81,7 @@ def text_iterator(
         process_count=process_count,
     )
     identity = {
-        "corpus": corpus.hash,
+        "corpus": text.hash,
         "split": split,
         "eval_fraction": data_config.eval_fraction,
         "sequence_length": sequence_length,
@@ -116,9 +111,9 @@ def split_ids(data_config: Any, tokenizer: Tokenizer, split: str) -> np.ndarray:
       ValueError: see `text_iterator`.
     """
     _check(split, 1, 1, 0, 0, 1)
-    corpus = corpus_lib.load(data_config.source, tokenizer)
-    offsets, documents = _documents(corpus, data_config, split)
-    return np.concatenate(list(_targets(corpus, offsets, documents))).astype(np.int32)
+    text = _load(data_config, tokenizer)
+    documents = np.concatenate(text.train) if split == "train" else text.held_out
+    return np.concatenate(list(_targets(text, documents))).astype(np.int32)
 
 
 def unigram_baseline(data_config: Any, tokenizer: Tokenizer) -> float:
@@ -129,12 +124,12 @@ def unigram_baseline(data_config: Any, tokenizer: Tokenizer) -> float:
     Raises:
       ValueError: see `text_iterator`.
     """
-    corpus = corpus_lib.load(data_config.source, tokenizer)
-    offsets, *splits = corpus_lib.split(corpus, data_config.eval_fraction)
+    text = _load(data_config, tokenizer)
     train, held_out = np.zeros((2, tokenizer.vocab_size), np.int64)
-    for counts, documents in zip((train, held_out), splits, strict=True):
-        for block in _targets(corpus, offsets, documents):
-            counts += np.bincount(block, minlength=tokenizer.vocab_size)
+    for counts, parts in ((train, text.train), (held_out, [text.held_out])):
+        for documents in parts:
+            for block in _targets(text, documents):
+                counts += np.bincount(block, minlength=tokenizer.vocab_size)
     return _perplexity_of_counts(train, held_out)
 
 
@@ -146,7 +141,7 @@ def corpus_hash(data_config: Any, tokenizer: Tokenizer) -> str:
     Raises:
       ValueError: see `text_iterator`.
     """
-    return corpus_lib.load(data_config.source, tokenizer).hash[:16]
+    return _load(data_config, tokenizer).hash[:16]
 
 
 def unigram_perplexity(train_ids: np.ndarray, eval_ids: np.ndarray, vocab_size: int) -> float:
@@ -187,25 +182,33 @@ def _perplexity_of_counts(train: np.ndarray, held_out: np.ndarray) -> float:
     return math.exp(-float(held_out @ log_p) / int(held_out.sum()))
 
 
-def _targets(
-    corpus: corpus_lib.Corpus, offsets: np.ndarray, documents: np.ndarray
-) -> Iterator[np.ndarray]:
+def _targets(text: mixture.Text, documents: np.ndarray) -> Iterator[np.ndarray]:
     """Yields the targets of documents (rising indices) in blocks of neighbours."""
+    offsets = text.offsets
     breaks = np.flatnonzero(np.diff(documents) != 1) + 1
     for run in np.split(documents, breaks):
         for start in range(0, len(run), 1024):
             first, last = run[start], run[min(start + 1024, len(run)) - 1]
-            block = corpus.tokens[offsets[first] : offsets[last + 1]]
+            block = text.tokens[offsets[first] : offsets[last + 1]]
             keep = np.ones(len(block), bool)
             keep[offsets[first : last + 1] - offsets[first]] = False
             yield block[keep]
 
 
-def _documents(
-    corpus: corpus_lib.Corpus, data_config: Any, split: str
-) -> tuple[np.ndarray, np.ndarray]:
-    offsets, train, held_out = corpus_lib.split(corpus, data_config.eval_fraction)
-    return offsets, train if split == "train" else held_out
+def _load(data_config: Any, tokenizer: Tokenizer) -> mixture.Text:
+    return mixture.load(data_config.source, tokenizer, data_config.eval_fraction)
+
+
+def _train_rows(text: mixture.Text, data_config: Any, seed: int, options: dict[str, Any]) -> Any:
+    """The rows of one source, or of several by their weights."""
+    names = [name for name, _ in mixture.parse(data_config.source)]
+    for name, documents in zip(names, text.train, strict=True):
+        _check_length(text.offsets, documents, options["sequence_length"], name)
+    rows = [
+        pipeline.TrainRows(text.offsets, documents, seed=seed, **options)
+        for documents in text.train
+    ]
+    return rows[0] if len(rows) == 1 else mixture.MixedRows(rows, text.weights, seed)
 
 
 def _check(
@@ -224,13 +227,13 @@ def _check(
 
 
 def _check_length(
-    offsets: np.ndarray, documents: np.ndarray, sequence_length: int, data_config: Any
+    offsets: np.ndarray, documents: np.ndarray, sequence_length: int, source: str
 ) -> None:
     """Raises ValueError where not even one row could be filled."""
     targets = int((offsets[documents + 1] - offsets[documents] - 1).sum())
     if targets < sequence_length:
         raise ValueError(
             f"sequence_length={sequence_length} is longer than the whole training text of "
-            f"{data_config.source!r}, which has {targets} tokens to predict; shorten it or give "
+            f"{source!r}, which has {targets} tokens to predict; shorten it or give "
             "more text"
         )
