@@ -19,7 +19,7 @@ def get_config(size: str = "tiny") -> Config:
             optimizer=OptimizerConfig(
                 name="muon", learning_rate=2e-3, warmup_steps=20, weight_decay=0.05
             ),
-            train=TrainConfig(steps=300, log_every=20, save_every=100),
+            train=TrainConfig(steps=400, log_every=20, save_every=200),
         )
     if size == "114m":
         data = ViewsConfig(

@@ -107,6 +107,29 @@ def test_two_stages_are_one_pass(variant):
     assert np.abs(changed - out).max() > 1e-4, "the input views do not reach the target views"
 
 
+@pytest.mark.exhaustive
+def test_bfloat16_with_recomputation_is_near_float32():
+    """The large sizes' numerics: bfloat16, blocks recomputed, Newton-Schulz in bfloat16."""
+    images, cameras, targets = _scene()
+    results = []
+    for options in (dict(), dict(dtype="bfloat16", newton_schulz_dtype="bfloat16", remat="full")):
+        model = build(dataclasses.replace(_SMALL, variant=2, **options), nnx.Rngs(0))
+        graphdef, params = nnx.split(model, nnx.Param)
+
+        def loss(params, graphdef=graphdef):
+            out = nnx.merge(graphdef, params)(images, cameras, targets)
+            return jnp.sum(jnp.square(out - 0.3)), out
+
+        (_, out), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+        assert out.dtype == jnp.float32
+        flat = np.concatenate([np.ravel(x) for x in jax.tree.leaves(gradients)])
+        results.append((np.asarray(out), flat))
+    (out, gradient), (half, half_gradient) = results
+    assert np.abs(half - out).mean() < 0.02
+    cosine = gradient @ half_gradient / np.linalg.norm(gradient) / np.linalg.norm(half_gradient)
+    assert np.isfinite(half_gradient).all() and cosine > 0.95
+
+
 def test_the_last_variant_is_linear_attention():
     """o = q (W + Σ kᵀ v) with sums over the input tokens alone, written out by hand."""
     config = dataclasses.replace(_SMALL, variant=6)

@@ -6,7 +6,7 @@ from flax import nnx
 
 from ttt_jax.layers import attention_cudnn
 from ttt_jax.layers.attention import IMPLEMENTATIONS, masked_softmax_attention
-from ttt_jax.layers.linear import Linear
+from ttt_jax.layers.linear import Linear, by_rows
 from ttt_jax.layers.rms_norm import RMSNorm, at_least_float32
 
 
@@ -105,9 +105,9 @@ class FullAttention(nnx.Module):
         Returns:
           [rows, time, hidden] in the compute dtype.
         """
-        qkv = self.qkv(x).reshape(*x.shape[:2], 3, self.heads, -1)
+        qkv = by_rows(self.qkv, x).reshape(*x.shape[:2], 3, self.heads, -1)
         q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         mixed = full_attention(q, k, v, implementation=self.implementation)
-        return self.out(mixed.reshape(x.shape))
+        return by_rows(self.out, mixed.reshape(x.shape))

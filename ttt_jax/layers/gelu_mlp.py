@@ -3,7 +3,7 @@
 import jax
 from flax import nnx
 
-from ttt_jax.layers.linear import Linear
+from ttt_jax.layers.linear import Linear, by_rows
 
 
 class GeluMLP(nnx.Module):
@@ -53,4 +53,5 @@ class GeluMLP(nnx.Module):
           [..., hidden_size] in the layer's dtype.
         """
         with jax.named_scope("mlp"):
-            return self.down(jax.nn.gelu(self.up(x), approximate=False))
+            hidden = jax.nn.gelu(by_rows(self.up, x), approximate=False)
+            return by_rows(self.down, hidden)

@@ -68,6 +68,30 @@ class Linear(nnx.Module):
         return y if self.bias is None else y + self.bias[...].astype(out_dtype)
 
 
+def by_rows(layer, x, **options):
+    """A layer over x as [rows, features]; for inputs of which only the first axis is cut.
+
+    The same values. On a CPU the weight's gradient, a sum over one axis instead of several, is up
+    to four times as fast. Two axes that are both cut over devices cannot be merged without moving
+    data.
+
+    Args:
+      layer: a `Linear`, or any function of [rows, features].
+      x: [..., features].
+      **options: for the layer.
+
+    Returns:
+      [..., *out_features].
+
+    >>> layer = Linear(8, (3, 4), names=("embed", "gain", "gain"), stddev=0.02,
+    ...                dtype="float32", rngs=nnx.Rngs(0))
+    >>> by_rows(layer, jnp.ones((2, 5, 8))).shape
+    (2, 5, 3, 4)
+    """
+    y = layer(x.reshape(-1, x.shape[-1]), **options)
+    return y.reshape(*x.shape[:-1], *y.shape[1:])
+
+
 class Embedding(nnx.Module):
     """A table of `vocab_size` rows; looks rows up, and multiplies by its transpose when tied.
 

@@ -9,7 +9,7 @@ from ttt_jax.inner_loop.api import ttt
 from ttt_jax.inner_loop.spec import InnerLoop, Span
 from ttt_jax.inner_loop.updates import State
 from ttt_jax.layers.fast_weights import FastWeights
-from ttt_jax.layers.linear import Linear, inverse_softplus
+from ttt_jax.layers.linear import Linear, by_rows, inverse_softplus
 from ttt_jax.layers.rms_norm import RMSNorm, at_least_float32, l2_normalize
 
 _NORM_EPSILON = 1e-5
@@ -100,13 +100,13 @@ class ScheduledTTT(nnx.Module):
         """
         spec = dataclasses.replace(self.spec, order=tuple(spans))
         with jax.named_scope("ttt"):
-            qkv = jax.nn.silu(self.qkv(x)).reshape(*x.shape[:2], 3, self.heads, -1)
+            qkv = jax.nn.silu(by_rows(self.qkv, x)).reshape(*x.shape[:2], 3, self.heads, -1)
             q, k = (l2_normalize(qkv[:, :, i], _NORM_EPSILON) for i in range(2))
             gates = {}
             if self.rate is not None:
-                rate = jax.nn.softplus(self.rate(x) + inverse_softplus(self.base_rate))
+                rate = jax.nn.softplus(by_rows(self.rate, x) + inverse_softplus(self.base_rate))
                 gates["lr"] = rate.mT  # the official order is matrix, then head
             out, state = ttt(
                 spec, self.weights(), q, k, qkv[:, :, 2], initial_state=initial_state, **gates
             )
-            return self.out(self.norm(out).reshape(x.shape)), state
+            return by_rows(self.out, self.norm(out).reshape(x.shape)), state

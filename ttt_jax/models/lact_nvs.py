@@ -17,7 +17,7 @@ from ttt_jax.layers.flops import inner_loop_flops
 from ttt_jax.layers.full_attention import FullAttention
 from ttt_jax.layers.gelu_mlp import GeluMLP
 from ttt_jax.layers.layer_norm import LayerNorm
-from ttt_jax.layers.linear import Linear
+from ttt_jax.layers.linear import Linear, by_rows
 from ttt_jax.layers.rays import Cameras, check_patches, patchify, pluecker_rays, unpatchify
 from ttt_jax.layers.rms_norm import at_least_float32
 from ttt_jax.layers.scheduled_ttt import ScheduledTTT
@@ -246,12 +246,12 @@ class LactNVS(nnx.Module):
             if images is not None:
                 colour = images.astype(rays.dtype) * 2 - 1
             x = patchify(jnp.concatenate([rays, colour], -1), self.config.patch_size)
-            return constrain(self.embed_norm(self.embed(x)), ("batch", None, None, None))
+            return constrain(self.embed_norm(by_rows(self.embed, x)), ("batch", None, None, None))
 
     def _images(self, x, height: int, width: int):
         with jax.named_scope("head"):
             dtype = at_least_float32(self.config.dtype)
-            x = jax.nn.sigmoid(self.head(self.norm(x), out_dtype=dtype))
+            x = jax.nn.sigmoid(by_rows(self.head, self.norm(x), out_dtype=dtype))
             return unpatchify(x, self.config.patch_size, height, width)
 
     def _run(self, x, states, spans: list[Span], keep_states: bool = True):
