@@ -148,6 +148,11 @@ def test_held_out_views_of_files(tmp_path):
     train = task.batches("train")
     seen = {camera for _ in range(20) for camera in cameras(next(train), 0)}
     assert len(wanted) == len(set(wanted)) == 8 and not set(wanted) & seen
+    config.data.sampling = "nearest"
+    for batch in make_task(config).batches("eval"):
+        centres = batch["poses"][:, :, :3, 3]
+        near = np.linalg.norm(centres[:, :2] - centres[:, 2:3], axis=-1)
+        assert np.all(near[:, 0] <= near[:, 1])
 
 
 def test_errors():

@@ -74,7 +74,8 @@ class FileExamples:
 
     In training, number g is scene order[g mod n] of epoch g div n, the order drawn from (seed,
     epoch), and its views are drawn from (seed, g). In evaluation every scene comes once, or, where
-    views are held out, as often as it has groups of target_views of them; inputs are spread.
+    views are held out, as often as it has groups of target_views of them; inputs are spread, or,
+    with "nearest", are those nearest to the first target.
     """
 
     def __init__(self, scene_list: tuple[PosedScene, ...], config: ViewsConfig, train: bool):
@@ -165,6 +166,10 @@ def _eval_groups(scene_list: tuple[PosedScene, ...], config: ViewsConfig) -> Any
             others = [view for view in inputs if view not in group]
             if config.sampling == "random":
                 others = spread_views(scene.poses(), others)
+            else:
+                centres = scene.poses()[:, :3, 3]
+                distance = np.linalg.norm(centres - centres[group[0]], axis=-1)
+                others.sort(key=distance.__getitem__)
             spare = targets[config.target_views :] if config.held_out == "scenes" else []
             yield number, others, group + spare
 
@@ -286,7 +291,7 @@ class ViewSource:
             process_index=process_index,
             process_count=process_count,
         )
-        names = ("source", "height", "width", "input_views", "target_views", "sampling")
+        names = ("height", "width", "input_views", "target_views", "sampling")
         names += ("held_out", "eval_fraction", "centre_cameras", "shuffle_seed")
         identity = {name: getattr(config, name) for name in names}
         identity |= {"split": split, "hash": self.hash, "rows": batch_size * process_count}
