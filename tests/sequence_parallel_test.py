@@ -56,7 +56,11 @@ MORE = {
     "retnet": (presets.retnet(heads=2), {}),
     "linear_attention": (presets.linear_attention(), {}),
     "token by token with momentum": (_v(5, chunk_size=1, order="update_then_apply"), {}),
-    "deltanet, pipeline": (presets.deltanet(), {}),
+    "deltanet": (presets.deltanet(), {}),
+    "gated_deltanet, ring": (presets.gated_deltanet(), {"exchange": "ring"}),
+    "rwkv7": (presets.rwkv7(), {}),
+    "gla, one gate a channel": (presets.gla(), {}),
+    "deltanet, pipeline": (presets.deltanet(), {"mode": "recurrent"}),
     "ttt_linear, pipeline": (dataclasses.replace(presets.ttt_linear(), chunk_size=5), {}),
 }
 
@@ -103,10 +107,11 @@ def _cut(x):
 
 def _compare(spec, options, ids, carried):
     with jax.enable_x64(True):
-        weights, tokens = cases.arguments(spec, time=_TIME, dim=3)
+        shapes = dict(dim=3, channel_gate=spec == presets.gla())
+        weights, tokens = cases.arguments(spec, time=_TIME, **shapes)
         state = None
         if carried:
-            _, before = cases.arguments(spec, time=8, dim=3, seed=1)
+            _, before = cases.arguments(spec, time=8, seed=1, **shapes)
             _, state = cases.run(spec, weights, before)
         ids = None if ids is None else jnp.asarray(ids, jnp.int32)
         arguments = (weights, tokens, ids, state)
@@ -182,7 +187,12 @@ def test_chunks_that_end_at_the_cuts():
         (_v(0), {"mode": "parallel"}, None, "update='all'"),
         (_v(2), {"exchange": "mail"}, None, "exchange='mail'"),
         (_v(0), {"groups": 3}, None, r"groups=3 must divide .* 2 \* 2"),
-        (presets.deltanet(), {"mode": "parallel"}, None, "loss=Squared.* use mode='recurrent'"),
+        (
+            presets.titans(depth=1),
+            {"mode": "parallel"},
+            None,
+            "mode='parallel' with .*loss=Squared.* use mode='recurrent'",
+        ),
         (INCLUSIVE, {}, "packed", r"sequence_length=24 over mesh.seq=4: with packed"),
         (
             dataclasses.replace(INCLUSIVE, chunk_size=4),

@@ -5,7 +5,7 @@ to remove on the way to plain linear attention? With reasons.
 import dataclasses
 import textwrap
 
-from ttt_jax.inner_loop import kernel, linear_attention, parallel
+from ttt_jax.inner_loop import kernel, linear_attention, parallel, sequence_parallel_cost
 from ttt_jax.inner_loop.fast_nets import Linear
 from ttt_jax.inner_loop.losses import DotProduct
 from ttt_jax.inner_loop.spec import InnerLoop
@@ -62,6 +62,11 @@ class Explanation:
         parallel = () if self.not_parallel else ("parallel",)
         return ("recurrent", *parallel, *(() if self.not_kernel else ("kernel",)))
 
+    @property
+    def across_devices(self) -> str:
+        """How the inner loop runs on a sequence that is cut over devices, and what that costs."""
+        return sequence_parallel_cost.describe(self.spec)
+
     def __str__(self) -> str:
         lines = [_title(self.spec), ""]
         yes = "Yes, by an affine scan, O(d³) a chunk: exact but dear, so mode='auto' is recurrent."
@@ -76,6 +81,7 @@ class Explanation:
         ):
             lines.append(f"{question} {'No:' if reasons else answer}")
             lines += [_wrap("- " + reason, 2) for reason in reasons]
+        lines.append(_wrap(f"Can a sequence be cut over devices? {self.across_devices}", 0))
         lines.append(f"Modes: {', '.join(self.modes)}.")
         if self.path:
             lines += ["", "Left on the way to plain linear attention, o = q (W + Σ kᵀv):"]

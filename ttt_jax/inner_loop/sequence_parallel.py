@@ -16,7 +16,7 @@ from ttt_jax.inner_loop import sequence_parallel_pipeline as pipeline
 from ttt_jax.inner_loop.api import Mode, choose
 from ttt_jax.inner_loop.checks import check_arguments
 from ttt_jax.inner_loop.chunks import head_major
-from ttt_jax.inner_loop.fast_nets import Weights
+from ttt_jax.inner_loop.fast_nets import Linear, Weights
 from ttt_jax.inner_loop.sequence_parallel_documents import left_edge
 from ttt_jax.inner_loop.sequence_parallel_exchange import EXCHANGES, Exchange
 from ttt_jax.inner_loop.spec import InnerLoop
@@ -64,7 +64,7 @@ def ttt(
       erase: erase keys.
       segment_ids: ``[batch, time / devices]``, ids of the whole sequence's documents.
       initial_state: the state that the sequence continues, the same on all devices.
-      mode: ``"parallel"``, ``"kernel"`` (one call of a kernel a device, causal by token),
+      mode: ``"parallel"``, ``"kernel"`` (calls of a kernel on each device, causal by token),
         ``"recurrent"`` (the pipeline) or ``"auto"``; a named mode runs or raises.
       implementation: as in ``ttt_jax.ttt``.
       exchange: of states: ``"all_gather"``, ``"ring"``, or ``None`` for the fewest bytes.
@@ -120,9 +120,15 @@ def ttt(
     if form == "pipeline":
         out, state = pipeline.run(*arguments, groups)
     else:
-        run = forms.run_tokens if form == "tokens" else forms.run_chunks
-        out, state = run(*arguments, exchange, implementation)
+        out, state = _ONE_PASS[form](*arguments, exchange, implementation)
     return jnp.swapaxes(out, 1, 2), state
+
+
+_ONE_PASS = {
+    "chunks": forms.run_chunks,
+    "tokens": forms.run_tokens,
+    "delta": forms.run_delta,
+}
 
 
 def final_state(state, axis_name: str):
@@ -146,11 +152,13 @@ def form_of(spec: InnerLoop) -> str:
       spec: the inner loop; its forget gate has one number a head.
 
     Returns:
-      ``"chunks"`` or ``"tokens"``, one pass each, or ``"pipeline"``.
+      ``"chunks"``, ``"tokens"`` or ``"delta"``, one pass each, or ``"pipeline"``.
 
     >>> from ttt_jax.inner_loop import presets
-    >>> [form_of(presets.lact_llm(n)) for n in (0, 2)], form_of(presets.mamba2())
-    (['pipeline', 'chunks'], 'tokens')
+    >>> [form_of(presets.lact_llm(n)) for n in (0, 2)]
+    ['pipeline', 'chunks']
+    >>> form_of(presets.mamba2()), form_of(presets.deltanet())
+    ('tokens', 'delta')
     """
     return _choose(spec, "auto", None, False)[0]
 
@@ -162,18 +170,22 @@ def _choose(
     chosen, implementation = choose(spec, mode, implementation, channel_gate)
     if chosen == "recurrent":
         return "pipeline", None
-    if not spec.loss.state_free or spec.erase or channel_gate:
-        if mode == "auto":
-            return "pipeline", None
-        raise ValueError(
-            f"mode={mode!r} with loss={type(spec.loss).__name__}, erase={spec.erase!r} or one "
-            "forget gate a channel: what crosses a cut of the sequence is a matrix for each "
-            "head, which no form here exchanges; use mode='recurrent' or mesh.seq=1"
-        )
-    by_token = spec.chunk_size == 1 and spec.order == "update_then_apply"
-    if chosen == "kernel":
-        return ("tokens", implementation) if by_token else ("chunks", None)
-    return "chunks", implementation
+    if spec.loss.state_free and not spec.erase and not channel_gate:
+        by_token = spec.chunk_size == 1 and spec.order == "update_then_apply"
+        if chosen == "kernel":
+            return ("tokens", implementation) if by_token else ("chunks", None)
+        return "chunks", implementation
+    linear = isinstance(spec.fast_net, Linear) and spec.target == "value"
+    if chosen == "kernel" and linear:
+        return "delta", implementation
+    if mode == "auto":
+        return "pipeline", None
+    raise ValueError(
+        f"mode={mode!r} with fast_net={type(spec.fast_net).__name__}, loss="
+        f"{type(spec.loss).__name__}, target={spec.target!r}, chunk_size={spec.chunk_size} on a "
+        "cut sequence: use mode='recurrent', or what ttt_kernels.delta_rule runs with "
+        "fast_nets.Linear() and target='value'"
+    )
 
 
 def check_cut(

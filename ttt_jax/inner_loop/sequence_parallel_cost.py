@@ -22,7 +22,7 @@ class Cost:
     """Bytes that each device receives in a forward pass; a backward pass moves them once more.
 
     Attributes:
-      form: ``"chunks"``, ``"tokens"`` (both one pass) or ``"pipeline"``.
+      form: ``"chunks"``, ``"tokens"``, ``"delta"`` (one pass each) or ``"pipeline"``.
       states: bytes of states (and of the factors that belong to them).
       tokens: bytes of the unfinished chunks at the cuts; 0 where chunks end there.
       documents: bytes of facts about documents.
@@ -61,7 +61,7 @@ def cost(
     With ``S`` the bytes of the matrices of all rows and heads, one pass moves ``(P − 1) S`` by
     all-gather, ``(1 + ⌈log₂(P − 1)⌉) S`` by the ring, for the weights and, with momentum, once more
     for it; the pipeline moves ``(P + G − 1) / G`` whole states and works ``G / (P + G − 1)`` of the
-    time. Factors of decays are counted, too.
+    time. Factors of decays are counted, too, as are the square matrices of delta rules.
 
     Args:
       spec: the inner loop.
@@ -113,13 +113,46 @@ def cost(
         chosen = exchange or fewest_bytes(devices)
         hops = devices - 1 if chosen == "all_gather" else ring_hops(devices)
         (width_in, width_out) = shapes[spec.fast_net.last]
-        numbers = width_in * width_out
+        numbers = width_in * (width_out + (width_in if form == "delta" else 0))
         passes = 1 + (spec.momentum is not None)
-        by_head = (form == "tokens" or spec.forget is not None) + (spec.momentum is not None)
+        decayed = form == "tokens" or (form == "chunks" and spec.forget is not None)
+        by_head = decayed + (spec.momentum is not None)
         by_row = form == "chunks" and spec.forget is None and unaligned  # 0 where a document begins
         factors = by_head * sequences + by_row * rows
         states = (passes * numbers * sequences + factors) * wide * hops
     return Cost(form, states, tail if unaligned else 0, facts if unaligned else 0, share)
+
+
+def describe(spec: InnerLoop) -> str:
+    """One sentence on how an inner loop runs on a cut sequence, and what that costs.
+
+    Args:
+      spec: the inner loop.
+
+    Example:
+      >>> from ttt_jax.inner_loop import presets
+      >>> describe(presets.lact_llm(variant=6)).partition(":")[0]
+      'Yes, in one pass'
+      >>> describe(presets.vittt_glu()).partition(":")[0]
+      'No'
+    """
+    try:
+        check_cut(spec, spec.chunk_size or 1, 2, documents=False)
+    except ValueError:
+        return "No: an update reads tokens of several devices at once."
+    if form_of(spec) == "pipeline":
+        return (
+            "Yes, as a pipeline: a state waits for the one to its left, so rows and heads go "
+            "through in G groups; each of P devices works G/(P+G−1) of the time and receives "
+            "(P+G−1)/G states a layer."
+        )
+    times = "twice, for momentum and weights" if spec.momentum is not None else "once"
+    if form_of(spec) == "delta":
+        times = "once, each with a square matrix that says what is erased (twice the work)"
+    return (
+        f"Yes, in one pass: states are exchanged {times}; each of P devices receives P−1 states by "
+        "all-gather (up to 4 devices) or 1+⌈log₂(P−1)⌉ by a ring, whatever the length."
+    )
 
 
 def _token_bytes(spec: InnerLoop, sequences: int, width: int, itemsize: int) -> int:

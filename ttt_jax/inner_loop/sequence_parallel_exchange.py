@@ -65,59 +65,72 @@ def exclusive_prefix(
     initial: jax.Array,
     axis_name: str,
     exchange: Exchange | None = None,
+    *,
+    matrices: bool = False,
 ) -> jax.Array:
     """The state ahead of each device, where device ``p`` maps ``S`` to ``decay_p S + value_p``.
 
     ``S_p = (Π_{m<p} decay_m) S_0 + Σ_{j<p} (Π_{j<m<p} decay_m) value_j``.
 
     Args:
-      decay: factors that broadcast against ``value``, or ``None`` for 1.
-      value: what the device's own tokens add.
+      decay: factors that broadcast against ``value``, or ``None`` for 1; with ``matrices``
+        ``[..., in, in]``, which multiply from the left.
+      value: what the device's own tokens add, ``[..., in, out]``.
       initial: ``S_0``, the same on all devices; broadcasts against ``value``.
       axis_name: the mesh axis.
       exchange: ``"all_gather"`` of all maps, ``"ring"`` (a prefix by ``ppermute`` over doubling
         distances), or ``None`` for the one that moves fewer bytes.
+      matrices: whether decays are matrices.
 
     Returns:
       ``S_p``, like ``value``.
     """
     devices = lax.axis_size(axis_name)
+    initial = jnp.broadcast_to(initial, value.shape)
     if devices == 1:
-        return jnp.broadcast_to(initial, value.shape)
+        return initial
     chosen = exchange or fewest_bytes(devices)
     before = _gathered if chosen == "all_gather" else _ring
-    kept, added = before(decay, value, axis_name)
-    return added + (initial if kept is None else kept * initial)
+    return before(decay, value, initial, axis_name, matrix_product if matrices else jnp.multiply)
 
 
-def _gathered(decay, value, axis_name):
-    """The composed map of all devices to the left, from everybody's maps."""
+def matrix_product(a: jax.Array, b: jax.Array) -> jax.Array:
+    """``a @ b`` in full precision: states are exact to float32 on every device."""
+    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+
+
+def _gathered(decay, value, initial, axis_name, times):
+    """Applies everybody's maps to the left of this device, one after another."""
+    index = lax.axis_index(axis_name)
+
+    def step(state, device):
+        number, decay, value = device
+        after = value + (state if decay is None else times(decay, state))
+        return jnp.where(number < index, after, state), None
+
+    maps = lax.all_gather((decay, value), axis_name)
+    return lax.scan(step, initial, (jnp.arange(lax.axis_size(axis_name)), *maps))[0]
+
+
+def _ring(decay, value, initial, axis_name, times):
+    """Composes the maps over doubling distances; device 0 holds the identity."""
     devices, index = lax.axis_size(axis_name), lax.axis_index(axis_name)
-    values = lax.all_gather(value, axis_name)
-    left = (jnp.arange(devices) < index).reshape(-1, *(1,) * value.ndim)
-    if decay is None:
-        return None, jnp.sum(jnp.where(left, values, 0), 0)
-    factors = jnp.where(left, lax.all_gather(decay, axis_name), 1)
-    from_here = lax.cumprod(factors, axis=0, reverse=True)  # Π_{m>=j}
-    later = jnp.concatenate([from_here[1:], jnp.ones_like(from_here[:1])])
-    return from_here[0], jnp.sum(jnp.where(left, later * values, 0), 0)
-
-
-def _ring(decay, value, axis_name):
-    """The same by a prefix over doubling distances; device 0 holds the identity."""
-    devices, index = lax.axis_size(axis_name), lax.axis_index(axis_name)
+    if decay is not None:
+        identity = jnp.ones((), decay.dtype)
+        if times is matrix_product:
+            identity = jnp.eye(decay.shape[-1], dtype=decay.dtype)
     kept, added = shift((decay, value), axis_name)
-    kept = None if kept is None else jnp.where(index == 0, 1, kept)
+    kept = None if kept is None else jnp.where(index == 0, identity, kept)
     hop = 1
     while hop < devices - 1:
         early_kept, early_added = shift((kept, added), axis_name, hop)
         if kept is None:
             added = early_added + added
         else:
-            added = kept * early_added + added
-            kept = kept * jnp.where(index < hop, 1, early_kept)
+            added = times(kept, early_added) + added
+            kept = times(kept, jnp.where(index < hop, identity, early_kept))
         hop *= 2
-    return kept, added
+    return added + (initial if kept is None else times(kept, initial))
 
 
 def tail_hops(devices: int, length: int, room: int, documents: bool, carried: bool) -> int:

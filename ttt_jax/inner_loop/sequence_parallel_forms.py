@@ -12,7 +12,11 @@ from ttt_jax.inner_loop import delta, kernel, parallel
 from ttt_jax.inner_loop.chunks import Tokens, arrange, like
 from ttt_jax.inner_loop.fast_nets import Weights, dense
 from ttt_jax.inner_loop.sequence_parallel_documents import Edge
-from ttt_jax.inner_loop.sequence_parallel_exchange import Exchange, exclusive_prefix
+from ttt_jax.inner_loop.sequence_parallel_exchange import (
+    Exchange,
+    exclusive_prefix,
+    matrix_product,
+)
 from ttt_jax.inner_loop.spec import InnerLoop
 from ttt_jax.inner_loop.updates import State
 
@@ -92,6 +96,52 @@ def run_tokens(
     added = added if gate is None else added * gate
     out = out + jnp.where(mine, added, 0)
     return out, state._replace(weights={name: own + whole * ahead})
+
+
+def run_delta(
+    spec: InnerLoop,
+    static: Weights,
+    tokens: Tokens,
+    edge: Edge,
+    initial: State,
+    start: State,
+    axis_name: str,
+    exchange: Exchange | None,
+    implementation: str | None,
+) -> tuple[jax.Array, State]:
+    """As ``delta.run``: what a shard does to the state at its left edge is a matrix for each head.
+
+    It comes out of a second call without values, from the identity: ``S_end = A S + B`` and
+    ``o_t = q_t A_t S + …``. Twice the work, and exact; ``A`` is exchanged along with ``B``.
+    """
+    name = spec.fast_net.last
+    batch, heads, _, width = tokens.k.shape
+    ongoing = jnp.broadcast_to(edge.ongoing, (batch, 1))[:, :, None, None]
+    zero_or_start = jnp.where(ongoing, 0, start.weights[name])
+    first = start._replace(weights={name: zero_or_start})
+    out, state = kernel.run(
+        spec, static, tokens, edge.segment_ids, first, start, False, implementation
+    )
+    unit = jnp.eye(width, dtype=zero_or_start.dtype)
+    unit, nothing = (jnp.broadcast_to(x, (batch, heads, width, width)) for x in (unit, 0 * unit))
+    valueless = tokens._replace(v=jnp.zeros_like(tokens.k))
+    reads, whole = kernel.run(
+        spec,
+        static,
+        valueless,
+        edge.segment_ids,
+        start._replace(weights={name: unit}),
+        start._replace(weights={name: nothing}),  # later documents do not see what is left of here
+        False,
+        implementation,
+    )
+    whole = jnp.where(ongoing, whole.weights[name], 0)
+    own = state.weights[name]
+    ahead = exclusive_prefix(
+        whole, own, initial.weights[name], axis_name, exchange, matrices=True
+    )
+    out = out + jnp.where(ongoing, dense(reads, ahead), 0)
+    return out, state._replace(weights={name: own + matrix_product(whole, ahead)})
 
 
 def _first_document(
