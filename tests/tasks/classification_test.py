@@ -28,7 +28,7 @@ def _config(model=None, **data):
         model=model or ViTTTConfig(**_MODEL),
         data=ImageConfig(**{"batch_size": 32, **data}),
         optimizer=OptimizerConfig(learning_rate=5e-3, warmup_steps=2),
-        train=TrainConfig(steps=4, save_every=2, log_every=1, ema_decay=0.5),
+        train=TrainConfig(steps=3, save_every=3, log_every=1, ema_decay=0.5),
     )
 
 
@@ -127,7 +127,7 @@ _STAGE = HViTTTConfig(
     [ViTTTConfig(**_MODEL), pytest.param(_STAGE, marks=pytest.mark.exhaustive)],
     ids=["vittt", "running statistics"],
 )
-def test_a_run_trains_evaluates_draws_and_resumes(model, tmp_path, capsys):
+def test_a_run_trains_evaluates_and_draws(model, tmp_path, capsys):
     """With the trainer's own main."""
     config = _config(model, mixup_alpha=0.8, cutmix_alpha=1.0, crop_min_area=0.5)
     assert train.main(config, tmp_path) == 0
@@ -139,9 +139,6 @@ def test_a_run_trains_evaluates_draws_and_resumes(model, tmp_path, capsys):
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert any("unreadable" in line for line in lines)
     assert "most frequent class 11.70 %" in capsys.readouterr().out
-    config.train.steps = 5
-    assert train.main(config, tmp_path) == 0
-    assert json.loads((tmp_path / "evaluation.json").read_text())["step"] == 5
 
 
 @pytest.mark.parametrize(

@@ -95,11 +95,11 @@ class VisionTTT(nnx.Module):
           width: their columns.
 
         Returns:
-          2 FLOPs a multiply-add of the projections and of both inner loops.
+          2 FLOPs a multiply-add of the projections and of the gated inner loop; the depthwise
+          products of the local one are left out, as those of every depthwise convolution.
         """
         tokens = height * width
         hidden, _, joined = self.qkv.kernel.shape[-3:]
         head_dim = joined - hidden
         inner = inner_loop_flops(self.spec, self.heads, head_dim, head_dim, tokens)
-        inner += inner_loop_flops(vittt_dwconv(height, width), head_dim, 1, 1, tokens)
         return tokens * (2 * 4 * hidden * joined + inner)

@@ -194,7 +194,7 @@ class HViTTT(nnx.Module):
 
     >>> model = nnx.eval_shape(lambda: HViTTT(preset("t"), nnx.Rngs(0)))
     >>> f"{model.num_params():,} parameters, {model.flops_per_image() / 2e9:.2f}G multiply-adds"
-    '28,703,560 parameters, 4.85G multiply-adds'
+    '28,703,560 parameters, 4.84G multiply-adds'
     """
 
     def __init__(self, config: HViTTTConfig, rngs: nnx.Rngs):

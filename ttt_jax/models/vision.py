@@ -102,8 +102,7 @@ class VisionModel(nnx.Module):
 
         Returns:
           2 FLOPs a multiply-add: patches, projections, mixers, feed-forward layers and head;
-          depthwise convolutions of the position encoding are left out. Training costs three times
-          as much.
+          depthwise convolutions are left out. Training costs three times as much.
         """
         config, grid = self.config, self.config.grid()
         width = config.hidden_size

@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from ttt_jax.inner_loop.fast_nets.base import Cotangent, OuterProductNet, Weights, dense
+from ttt_jax.inner_loop.fast_nets.base import Cotangent, OuterProductNet, Rates, Weights, dense
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +53,30 @@ class DepthwiseConv3x3(OuterProductNet):
 
     def features(self, weights: Weights, x: jax.Array) -> jax.Array:
         """The patch around each pixel, ``[..., time, 1]`` to ``[..., time, 9]``."""
+        return jnp.concatenate(self._neighbours(x), -1)
+
+    def apply(self, weights: Weights, x: jax.Array) -> jax.Array:
+        """``f(x)`` as nine shifted products: patches would take nine times the memory."""
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        kernel = weights["w"].astype(x.dtype).astype(wide)
+        terms = (y * kernel[..., tap : tap + 1, :] for tap, y in enumerate(self._neighbours(x)))
+        return sum(terms).astype(x.dtype)
+
+    def gradient(
+        self, weights: Weights, x: jax.Array, cotangent: Cotangent, rates: Rates
+    ) -> dict[str, jax.Array]:
+        """As ``FastNet.gradient``, without patches where a token has one rate."""
+        rate = rates["w"]
+        if rate is not None and rate.shape[-1] != 1:
+            return super().gradient(weights, x, cotangent, rates)
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        error = cotangent(self.apply(weights, x)).astype(wide)
+        error = error if rate is None else error * rate
+        sums = [jnp.sum(y * error, -2, keepdims=True) for y in self._neighbours(x)]
+        return {"w": jnp.concatenate(sums, -2)}
+
+    def _neighbours(self, x: jax.Array) -> list[jax.Array]:
+        """The image shifted to each of the nine taps, ``[..., time, 1]`` each."""
         if x.shape[-2] != self.height * self.width:
             raise ValueError(
                 f"time={x.shape[-2]}, but an image of {self.height}×{self.width} has "
@@ -60,12 +84,11 @@ class DepthwiseConv3x3(OuterProductNet):
             )
         image = x.reshape(*x.shape[:-2], self.height, self.width)
         padded = jnp.pad(image, [(0, 0)] * (image.ndim - 2) + [(1, 1), (1, 1)])
-        shifted = [
-            padded[..., row : row + self.height, column : column + self.width]
+        return [
+            padded[..., row : row + self.height, column : column + self.width].reshape(x.shape)
             for row in range(3)
             for column in range(3)
         ]
-        return jnp.stack(shifted, -1).reshape(*x.shape[:-1], 9)
 
     def factors(
         self, weights: Weights, x: jax.Array, cotangent: Cotangent
