@@ -140,20 +140,13 @@ def tpu_interpret_params(detect_races: bool = True, seed: int = 0, cores: int = 
     """Parameters that make a TPU kernel run in JAX's TPU interpreter on a CPU.
 
     Args:
-      detect_races: reports races: by `tpu_races_found`, and where JAX can (0.12) by raising.
+      detect_races: reports races: prints "RACE DETECTED", and where JAX can (0.12) raises.
       seed: of the random order in which parallel grid points run.
       cores: simulated cores, over which parallel axes are split.
     """
     return mosaic_tpu().InterpretParams(
         detect_races=detect_races, random_seed=seed, num_cores_or_threads=cores
     )
-
-
-def tpu_races_found() -> bool:
-    """Whether the last kernel that ran in the TPU interpreter had a race."""
-    module = importlib.import_module("jax._src.pallas.mosaic.interpret.interpret_pallas_call")
-    races = module.races
-    return races is not None and races.races_found
 
 
 def reset_tpu_interpreter() -> None:

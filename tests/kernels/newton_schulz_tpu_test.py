@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 
 from tests.kernels import tpu
 from tests.kernels.linear_attention_test import rms_error
@@ -65,6 +66,22 @@ def test_kernels_equal_the_definition(shape, dtype, iterations, cores):
             assert_close(value, expected, tolerance(dtype, max(shape) * iterations), name)
         else:  # five iterations in bfloat16 amplify roundings: no worse than the XLA form
             assert rms_error(value, expected) < 1.2 * rms_error(other, expected), name
+
+
+def test_a_race_is_found():
+    def body(x, out):
+        out[...] = x[...]
+
+    copy = compat.tpu_kernel(  # every grid point writes the one block of the result
+        body, name="race", semantics=("parallel",), vmem_bytes=0,
+        interpret=compat.tpu_interpret_params(cores=2),
+        out_shape=jax.ShapeDtypeStruct((8, 128), jnp.float32), grid=(4,),
+        in_specs=[pl.BlockSpec((8, 128), lambda i: (i, 0))],
+        out_specs=pl.BlockSpec((8, 128), lambda i: (0, 0)),
+    )
+    with pytest.raises(Exception, match="(?i)race"):
+        tpu.interpreted(copy, jnp.ones((32, 128)))
+    compat.reset_tpu_interpreter()
 
 
 def gradient(x, dtype=jnp.bfloat16):
