@@ -91,3 +91,14 @@ def test_sizes(shape, size):
 def test_a_text_that_is_no_program_is_refused():
     with pytest.raises(ValueError, match="no ENTRY computation"):
         hlo.collectives("module {}")
+
+
+def test_the_collectives_of_a_shard_map_share_a_channel():
+    text = """HloModule jit_f
+
+ENTRY %main (a: f32[2]) -> f32[2] {
+  %one = f32[2]{0} collective-permute(%a), channel_id=1, source_target_pairs={{0,1}}
+  ROOT %two = f32[2]{0} collective-permute(%a), channel_id=1, source_target_pairs={{0,1}}
+}
+"""
+    assert [c.bytes for c in hlo.collectives(text)] == [8, 8]

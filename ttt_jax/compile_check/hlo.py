@@ -28,6 +28,7 @@ _COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\) -> .*\
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<rest>.*)")
 _CALLED = re.compile(r"(?:calls|branch_computations|true_computation|false_computation)="
                      r"(\{[^}]*\}|%?[\w.\-]+)")  # fmt: skip
+_SHARED_CHANNEL = "1"  # JAX gives it to every collective inside a shard_map
 _KERNELS = ("tpu_custom_call", "mosaic_gpu_v2", "mosaic_gpu")
 
 
@@ -192,7 +193,9 @@ def collectives(text: str) -> list[Collective]:
         if kind not in KINDS:
             continue
         shape = _result_shape(instruction)
-        channel = instruction.attribute(r"channel_id=(\d+)") or instruction.name
+        channel = instruction.attribute(r"channel_id=(\d+)")
+        if channel in (None, _SHARED_CHANNEL):
+            channel = instruction.name
         if channel not in found:
             found[channel] = Collective(
                 kind=kind,
