@@ -1,6 +1,22 @@
 """LaCT-NVS on posed views.
 
     python launch/train.py --config=configs/lact_nvs.py:tiny --workdir=runs/nvs
+
+Sizes: tiny, 114m (the paper's on RealEstate10K), 14 and 24 (layers; the official code's). Variants
+0 (LaCT as published) to 6 (linear attention) by --config.model.variant=2.
+
+| size | what to run it on | time | held-out PSNR to expect |
+|---|---|---|---|
+| tiny | two CPU cores, scenes rendered here | 6 minutes | 19.4 dB, SSIM 0.39 |
+| 114m | GPUs or TPUs, RealEstate10K | not run here | 25.94 dB (paper) |
+| 14, 24 | GPUs or TPUs, your views | not run here | - |
+
+Beside tiny's 19.4 dB, over 32 scenes: the inputs' mean colour 14.4, the nearest input view 16.0.
+The rendered scenes depend on NumPy's generator.
+
+114m: the paper gives its length, data and number of parameters; shape, batch and rate are ours.
+14 and 24: batch, rates and length are the official code's, whose perceptual loss is left out.
+--config.data.source=... names your scenes: a folder, or a JSON list of camera files.
 """
 
 from ttt_jax.config import Config, OptimizerConfig, TrainConfig
@@ -19,7 +35,7 @@ def get_config(size: str = "tiny") -> Config:
             optimizer=OptimizerConfig(
                 name="muon", learning_rate=2e-3, warmup_steps=20, weight_decay=0.05
             ),
-            train=TrainConfig(steps=400, log_every=20, save_every=200),
+            train=TrainConfig(steps=300, log_every=20, save_every=100),
         )
     if size == "114m":
         data = ViewsConfig(
