@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from ttt_jax.experiments import ablation, length, paradoxes, throughput
+from ttt_jax.experiments import ablation, length, paradoxes, recall, throughput
 from ttt_jax.experiments.cells import Cell, Interrupted, Values, failures, run_cells
 from ttt_jax.experiments.report import Report
 from ttt_jax.experiments.systems import SCALES, TASKS
@@ -89,6 +89,9 @@ EXPERIMENTS = {
     ),
     "throughput": Experiment(
         "Throughput of the layer", lambda o: throughput.cells(o.scale), throughput.report
+    ),
+    "recall": Experiment(
+        "What the state holds", lambda o: recall.cells(o.scale, o.seeds), recall.report
     ),
     "length": Experiment(
         "Beyond the training length", lambda o: length.cells(o.scale, o.fields), length.report
