@@ -43,6 +43,9 @@ class Examples(Protocol):
     def example(self, index: int) -> Example | None:
         """Makes one; None where its scene's files are damaged."""
 
+    def names(self) -> list[str]:
+        """Names the scene of each held-out example."""
+
 
 class RenderedExamples:
     """Examples of scenes that the project renders, a new scene for each number."""
@@ -55,7 +58,7 @@ class RenderedExamples:
         return _ENDLESS if self._train else self._config.eval_scenes
 
     def names(self) -> list[str]:
-        """Returns the scenes' names: their numbers."""
+        """Names the scene of each held-out example: its number."""
         return [f"rendered {index}" for index in range(self._config.eval_scenes)]
 
     def example(self, index: int) -> Example:
@@ -90,7 +93,7 @@ class FileExamples:
         return _ENDLESS if self._train else len(self._groups)
 
     def names(self) -> list[str]:
-        """Returns the name of each held-out example's scene."""
+        """Names the scene of each held-out example."""
         return [self._scenes[number].name for number, _, _ in self._groups]
 
     def example(self, index: int) -> Example | None:
@@ -264,10 +267,6 @@ class ViewSource:
     def examples(self, split: str) -> Examples:
         """Returns the examples of "train" or "eval"."""
         return self._splits[("train", "eval").index(split)]
-
-    def names(self, split: str) -> list[str]:
-        """Returns the name of each example's scene, for a split of limited length."""
-        return self.examples(split).names()
 
     def batches(
         self, split: str, batch_size: int, process_index: int = 0, process_count: int = 1

@@ -115,7 +115,7 @@ class Views:
         Raises:
           ValueError: no held-out scene can be read.
         """
-        scores = ViewScores(self._source.names("eval"))
+        scores = ViewScores(self._source.examples("eval").names())
         eval_step = _eval_step(mesh, self.data.input_views)
         with jax.set_mesh(mesh):
             for number, batch in enumerate(self.batches("eval"), start=1):
