@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+import ttt_jax
+
 _ROOT = pathlib.Path(__file__).parent.parent
 
 # A module of ttt_jax imports modules of the groups before its own, and of its own folder.
@@ -18,7 +20,7 @@ _ORDER = (
     {"models"},
     {"data", "metrics", "optim"},
     {"progress"},
-    {"losses"},
+    {"objective"},
     {"train_step"},
     {"tasks"},
     {"checkpoint"},
@@ -104,6 +106,11 @@ def test_imports_run_one_way(module):
     group = _group(module)
     assert module.startswith("ttt_kernels") or group in _RANK, f"place {group!r} in {__file__}"
     assert not _import_problems(module, ast.parse(_MODULES[module].read_text()))
+
+
+def test_no_module_takes_the_place_of_a_public_name():
+    """Importing ttt_jax.x would replace the attribute x of the package."""
+    assert not [name for name in ttt_jax.__all__ if f"ttt_jax.{name}" in _MODULES]
 
 
 @pytest.mark.parametrize("module", [m for m in _MODULES if m != "ttt_kernels.compat"])

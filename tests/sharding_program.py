@@ -1,22 +1,26 @@
 """Run by sharding_test.py on eight host devices: prints errors against one device as JSON.
 
-Arguments: a folder for a checkpoint, the variant of the model, and names of meshes.
+Arguments: a folder for a checkpoint; a variant of the language model, "vittt" or "lact_nvs"; and
+names of meshes.
 """
 
 import functools
 import json
 import re
 import sys
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from configs import lact_nvs, vittt
 from tests.tolerances import relative_error
 from ttt_jax import checkpoint, sharding, train_step
 from ttt_jax.compile_check import hlo
 from ttt_jax.config import Config, OptimizerConfig
-from ttt_jax.losses import make_token_loss
+from ttt_jax.objective import make_token_loss
 from ttt_jax.models import lact_llm
+from ttt_jax.tasks import make_task
 
 _VOCAB, _ROWS, _LENGTH = 64, 16, 24
 MESHES = {
@@ -67,19 +71,35 @@ def make_batch():
     }
 
 
-class Run:
-    """The model on one mesh; no sizes: one device."""
+class Setup(NamedTuple):
+    """What is trained: a model's configuration, a loss, and a batch."""
 
-    def __init__(self, config, **sizes):
+    model: Any
+    loss: Any
+    batch: dict[str, np.ndarray]
+
+
+def make_setup(name: str) -> Setup:
+    """A language model by its variant, or a vision model with its task's own loss and data."""
+    if name.isdigit():
+        return Setup(model_config(int(name)), make_token_loss(8), make_batch())
+    config = {"vittt": vittt, "lact_nvs": lact_nvs}[name].get_config("tiny")
+    config.data.batch_size = _ROWS
+    task = make_task(config)
+    return Setup(config.model, task.loss, next(iter(task.batches("train"))))
+
+
+class Run:
+    """A setup on one mesh; no sizes: one device."""
+
+    def __init__(self, setup, **sizes):
         devices = jax.devices() if sizes else jax.devices()[:1]
         self.mesh = sharding.make_mesh(**sizes, devices=devices)
-        self.whole = train_step.make_trainee(config, OptimizerConfig(warmup_steps=0), 10, self.mesh)
-        self.batch = sharding.place_batch(
-            make_batch(), sharding.batch_sharding(self.mesh, _ROWS // 2)
-        )
-        self.step = train_step.make_train_step(
-            self.whole, make_token_loss(8), accumulation_steps=2
-        )
+        self.loss, options = setup.loss, OptimizerConfig(warmup_steps=0)
+        self.whole = train_step.make_trainee(setup.model, options, 10, self.mesh)
+        rows = sharding.batch_sharding(self.mesh, _ROWS // 2)
+        self.batch = sharding.place_batch(setup.batch, rows)
+        self.step = train_step.make_train_step(self.whole, self.loss, accumulation_steps=2)
 
     def start(self):
         with jax.set_mesh(self.mesh):
@@ -104,23 +124,25 @@ class Run:
     def compiled(self):
         """Loss and gradient of the whole batch, as one program."""
 
-        def of(params, batch):
-            return train_step.loss_and_gradient(
-                make_token_loss(8), self.whole.graphdef, params, {}, batch, jax.random.key(0)
-            )[:2]
+        def of(params, buffers, batch):
+            arguments = (self.whole.graphdef, params, buffers, batch, jax.random.key(0))
+            return train_step.loss_and_gradient(self.loss, *arguments)[:2]
 
-        out = (None, self.whole.shardings.params)
+        shapes, out = self.whole.abstract, (None, self.whole.shardings.params)
+        program = jax.jit(of, out_shardings=out)
         with jax.set_mesh(self.mesh):
-            lowered = jax.jit(of, out_shardings=out).lower(self.whole.abstract.params, self.batch)
-            return lowered.compile()
+            return program.lower(shapes.params, shapes.buffers, self.batch).compile()
 
-    def gradient(self, params):
+    def gradient(self, state):
         """Loss and gradient of the whole batch, on the host."""
-        return jax.tree.map(np.asarray, self.compiled(params, self.batch))
+        return jax.tree.map(np.asarray, self.compiled(state.params, state.buffers, self.batch))
 
 
 def gathered_activations(text, params):
-    """All-gathers of floats that are not parameters, gradients, or parts of them."""
+    """Floats that the partitioner gathers though they are no (parts of) parameters or gradients.
+
+    Gathers that the program itself asks for are states of the inner loop.
+    """
     leaves = jax.tree.leaves(params) + jax.tree.leaves(jax.tree.map(lambda p: p[0], params))
 
     def is_part(shape):
@@ -129,38 +151,40 @@ def gathered_activations(text, params):
 
     found = []
     for each in hlo.collectives(text):
+        if each.kind != "all-gather" or each.source.endswith("all_gather"):
+            continue
         for dtype, sizes in re.findall(r"(\w+)\[([\d,]*)\]", each.shape):
             shape = [int(n) for n in sizes.split(",") if n]
-            if each.kind == "all-gather" and dtype[0] in "fb" and not is_part(shape):
+            if dtype[0] in "fb" and not is_part(shape):
                 found.append(f"{each.shape} {each.source}")
     return found
 
 
-def main(workdir: str, variant: int, meshes: list[str]) -> None:
+def main(workdir: str, name: str, meshes: list[str]) -> None:
     """Compares the meshes with one device, and checkpoints across meshes."""
-    config = model_config(variant)
-    one, result = Run(config), {"meshes": {}}
-    loss, gradient = one.gradient(one.start().params)
+    setup, result = make_setup(name), {"meshes": {}}
+    one = Run(setup)
+    loss, gradient = one.gradient(one.start())
     largest = max(np.abs(g).max() for g in jax.tree.leaves(gradient))
-    for name in meshes:
-        run = Run(config, **MESHES[name])
+    for mesh in meshes:
+        run = Run(setup, **MESHES[mesh])
         state = run.start()
-        table = state.params["embedding"]["table"]
-        got_loss, got = run.gradient(state.params)
+        widest = max(jax.tree.leaves(state.params), key=lambda p: p.size)
+        got_loss, got = run.gradient(state)
         pairs = zip(jax.tree.leaves(got), jax.tree.leaves(gradient), strict=True)
-        result["meshes"][name] = {
+        result["meshes"][mesh] = {
             "loss": relative_error(got_loss, loss),
             "gradient": max(float(np.abs(a - b).max() / largest) for a, b in pairs),
-            "part": table.addressable_shards[0].data.size / table.size,
+            "part": widest.addressable_shards[0].data.size / widest.size,
             "gathered": gathered_activations(run.compiled.as_text(), state.params),
         }
     losses, state = run.losses(state, 2)  # the last mesh, as a trainer runs it
     checkpoints = checkpoint.Checkpoints(workdir, keep=2)
-    checkpoints.save(2, state, Position(), Config(model=config))
+    checkpoints.save(2, state, Position(), Config(model=setup.model))
     checkpoints.close()
     restored = one.restore(workdir)
     pairs = zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True)
-    next_losses = one.gradient(restored.params)[0], run.gradient(state.params)[0]
+    next_losses = one.gradient(restored)[0], run.gradient(state)[0]
     result["trained"] = {
         "first loss": relative_error(losses[0], loss),
         "compiles": run.step._cache_size(),
@@ -171,4 +195,4 @@ def main(workdir: str, variant: int, meshes: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3:])
+    main(sys.argv[1], sys.argv[2], sys.argv[3:])

@@ -14,8 +14,8 @@ from tests.tiny_run import assert_equal_states
 from tests.tolerances import assert_close, tolerance
 from ttt_jax import sharding, train_step
 from ttt_jax.config import OptimizerConfig
-from ttt_jax.losses import make_token_loss
 from ttt_jax.models import lact_llm
+from ttt_jax.objective import make_token_loss
 
 _VOCAB, _ROWS, _LENGTH = 32, 4, 24
 

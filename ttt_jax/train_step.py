@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ttt_jax import models, optim, sharding
 from ttt_jax.config import OptimizerConfig
-from ttt_jax.losses import Batch, Loss
+from ttt_jax.objective import Batch, Loss
 
 Metrics = dict[str, jax.Array]
 
@@ -204,7 +204,7 @@ def loss_and_gradient(
     is that of the whole batch however the weights are spread over its parts.
 
     Args:
-      loss: see `ttt_jax.losses.Loss`.
+      loss: see `ttt_jax.objective.Loss`.
       graphdef: the model without its arrays.
       params: its parameters.
       buffers: its running statistics.
@@ -264,7 +264,7 @@ def make_train_step(
 
     Args:
       trainee: of `make_trainee`.
-      loss: see `ttt_jax.losses.Loss`.
+      loss: see `ttt_jax.objective.Loss`.
       accumulation_steps: parts into which each batch is cut.
       ema_decay: decay a step of the average of the parameters, where the state keeps one.
 

@@ -23,8 +23,8 @@ from flax import nnx
 
 from ttt_jax import metrics, sharding
 from ttt_jax.config import OptimizerConfig
-from ttt_jax.losses import make_token_loss
 from ttt_jax.models import lact_llm, transformer
+from ttt_jax.objective import make_token_loss
 from ttt_jax.train_step import init_state, make_train_step, make_trainee
 
 # Title -> (preset, fields of the model's configuration).

@@ -81,7 +81,7 @@ class Task(Protocol):
     def loss(
         self, model: nnx.Module, batch: dict[str, jax.Array], key: jax.Array
     ) -> tuple[jax.Array, dict[str, Any]]:
-        """Computes the loss of a batch as a sum and a count (a `ttt_jax.losses.Loss`).
+        """Computes the loss of a batch as a sum and a count (a `ttt_jax.objective.Loss`).
 
         Args:
           model: in training: it may use `key` and change its running statistics.

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ttt_jax.data import text
 from ttt_jax.data.tokenizers import load_tokenizer
-from ttt_jax.losses import make_token_loss, token_losses
+from ttt_jax.objective import make_token_loss, token_losses
 from ttt_jax.tasks.base import Result, place_whole_rows, rows_of_process
 
 Batch = dict[str, jax.Array]
