@@ -26,7 +26,8 @@ _ORDER = (
     {"checkpoint"},
     {"compile_check", "convert", "evaluate", "generate"},
     {"train"},
-    {"benchmark", "experiments"},
+    {"benchmark"},
+    {"experiments"},
     {"configs", "launch"},
 )
 _RANK = {name: rank for rank, group in enumerate(_ORDER) for name in group}

@@ -18,8 +18,8 @@ from tests.tolerances import relative_error
 from ttt_jax import checkpoint, sharding, train_step
 from ttt_jax.compile_check import hlo
 from ttt_jax.config import Config, OptimizerConfig
-from ttt_jax.objective import make_token_loss
 from ttt_jax.models import lact_llm
+from ttt_jax.objective import make_token_loss
 from ttt_jax.tasks import make_task
 
 _VOCAB, _ROWS, _LENGTH = 64, 16, 24

@@ -65,8 +65,8 @@ def check_workdir(workdir: str | os.PathLike[str], config: Any) -> None:
     """
     if "://" in str(workdir):
         raise CheckpointError(
-            f"workdir={str(workdir)!r} is an address; mount the bucket (gcsfuse, s3fs) and give the "
-            "path of a folder"
+            f"workdir={str(workdir)!r} is an address; mount the bucket (gcsfuse, s3fs) and "
+            "give the path of a folder"
         )
     folder = pathlib.Path(workdir)
     try:
