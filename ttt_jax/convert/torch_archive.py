@@ -117,22 +117,29 @@ def read(path: str | os.PathLike[str]) -> Any:
 
     Raises:
       ValueError: the file is no such archive, or is damaged.
+      OSError: there is no such file.
     """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            pickles = [name for name in archive.namelist() if name.endswith("data.pkl")]
-            if len(pickles) != 1:
-                raise ValueError(f"{path} is a zip file without PyTorch's data.pkl")
-            folder = pickles[0].removesuffix("data.pkl")
-            with archive.open(pickles[0]) as file:
-                return _Unpickler(path, file, archive, folder).load()
-    except zipfile.BadZipFile as error:
-        raise ValueError(
-            f"{path} is not a zip archive ({error}): it is damaged, or PyTorch before 1.6 wrote it;"
-            " save it again with a later one"
-        ) from error
-    except (pickle.UnpicklingError, KeyError, TypeError, EOFError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+    with open(path, "rb") as raw:
+        try:
+            with zipfile.ZipFile(raw) as archive:
+                return _load(path, archive)
+        except zipfile.BadZipFile as error:
+            raise ValueError(
+                f"{path} is not a zip archive ({error}): it is damaged, or PyTorch before 1.6 wrote"
+                " it; save it again with a later one"
+            ) from error
+        except ValueError:
+            raise
+        except Exception as error:  # a damaged pickle raises many kinds
+            raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+
+
+def _load(path: str | os.PathLike[str], archive: zipfile.ZipFile) -> Any:
+    pickles = [name for name in archive.namelist() if name.endswith("data.pkl")]
+    if len(pickles) != 1:
+        raise ValueError(f"{path} is a zip file without PyTorch's data.pkl")
+    with archive.open(pickles[0]) as file:
+        return _Unpickler(path, file, archive, pickles[0].removesuffix("data.pkl")).load()
 
 
 def read_tensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:

@@ -44,7 +44,7 @@ def import_weights(
 
     Args:
       config: a `ttt_jax.config.Config` whose model is of a kind with official weights. The fields
-        that a ``config.json`` beside the weights decides are taken from there.
+        that the ``config.json`` of a folder decides are taken from there.
       official: a Hugging Face folder, or a ``.safetensors``, ``.pt`` or ``.pth`` file.
       workdir: a folder that does not exist yet, or is empty.
 
