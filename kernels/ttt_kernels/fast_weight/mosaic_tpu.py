@@ -13,7 +13,8 @@ from ttt_kernels import compat
 from ttt_kernels.fast_weight import mosaic_tpu_apply, mosaic_tpu_gradients
 from ttt_kernels.fast_weight.mosaic_tpu_network import LANES, Sizes
 
-_BLOCK = 256
+# By the compiler's schedules 512 tokens take 7 % less than 256, and half the grid points.
+_BLOCKS = (512, 256, LANES)
 
 
 def unsupported(w0: jax.Array, w1: jax.Array, x: jax.Array) -> str | None:
@@ -32,7 +33,7 @@ def _sizes(w0: jax.Array, w1: jax.Array, x: jax.Array, block: int | None) -> Siz
     if block is not None and block % LANES:
         raise ValueError(f"block={block} must be a multiple of {LANES}")
     batch, heads, length, key_dim = x.shape
-    wanted = [block] if block else [_BLOCK, LANES] if length > LANES else [LANES]
+    wanted = [block] if block else [b for b in _BLOCKS if b < 2 * length] or [LANES]
     made = [
         Sizes(batch, heads, length, key_dim, w0.shape[-1], w1.shape[-1], b, x.dtype.itemsize)
         for b in wanted

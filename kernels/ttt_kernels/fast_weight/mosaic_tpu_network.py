@@ -75,7 +75,7 @@ class Sizes:
         live = 4 * self.block * (5 * hidden + 2 * key + value) + 4 * max(key, value) * hidden
         if backward:
             tokens, matrices = 2 * tokens, matrices + matrix * self.itemsize
-            live += 4 * self.block * 6 * hidden
+            live += 4 * self.block * 8 * hidden
         return 2 * (tokens + matrices) + (live if self.itemsize == 2 else 3 * live)
 
 

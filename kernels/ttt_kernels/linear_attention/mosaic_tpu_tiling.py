@@ -9,7 +9,6 @@ stays in VMEM from block to block while the pipeline loads the next tokens.
 from __future__ import annotations
 
 import dataclasses
-import math
 
 from ttt_kernels import compat
 
@@ -28,6 +27,7 @@ class Tiling:
       heads_per_block: heads of one grid point.
       block: tokens of one grid point, a multiple of 128.
       itemsize: bytes of a number of q, k and v.
+      scores: whether tokens of a block see one another: causal by token.
     """
 
     key_dim: int
@@ -35,6 +35,7 @@ class Tiling:
     heads_per_block: int
     block: int
     itemsize: int
+    scores: bool
 
     def vmem_bytes(self, backward: bool) -> int:
         """Estimate of the VMEM that a kernel takes: blocks twice, and its float32 values.
@@ -55,7 +56,7 @@ class Tiling:
         live = 4 * (self.block * (2 * self.key_dim + 2 * self.value_dim)
                     + self.key_dim * self.value_dim)
         live *= 2 if self.itemsize == 2 else 5  # float32 products are split in parts
-        return 2 * (tokens + states + vectors) + scores + live
+        return 2 * (tokens + states + vectors) + live + (scores if self.scores else 0)
 
 
 def padded_dims(heads: int, key_dim: int, value_dim: int) -> tuple[int, int]:
@@ -84,8 +85,8 @@ def choose(
 
     Args:
       length, heads, key_dim, value_dim, itemsize: of the call.
-      block: tokens of a grid point; None takes 256, or 128 where that is more than the row has
-        or more than fits.
+      block: tokens of a grid point; None takes the best that fits: by the compiler's schedules
+        256 causal by token, and by chunk as many as divide the chunk, up to 1024.
       chunk_size: where chunks bound the blocks; a multiple of 128.
       heads_per_block: heads of a grid point; None takes as many as lie in 512 lanes.
 
@@ -94,7 +95,7 @@ def choose(
         in VMEM, or nothing does; `heads_per_block` does not fit `heads` or the lanes.
 
     >>> choose(4096, 12, 128, 128, 2)
-    Tiling(key_dim=128, value_dim=128, heads_per_block=4, block=256, itemsize=2)
+    Tiling(key_dim=128, value_dim=128, heads_per_block=4, block=256, itemsize=2, scores=True)
     """
     fitting = [
         n for n in range(1, heads + 1)
@@ -105,16 +106,17 @@ def choose(
         heads_per_block = max([n for n in fitting if n * wide <= _MAX_LANES] or fitting[:1])
     if heads_per_block not in fitting:
         raise ValueError(f"heads_per_block={heads_per_block} must be one of {fitting}")
-    allowed = [b for b in (256, 128) if math.gcd(b, chunk_size or b) == b]
+    allowed = [256, 128]
+    if chunk_size is not None:
+        allowed = [b for b in (1024, 512, 256, 128) if chunk_size % b == 0]
     if block is not None and (block % LANES or (chunk_size or block) % block):
         raise ValueError(
             f"block={block} must be a multiple of {LANES}"
             + (f" that divides chunk_size={chunk_size}" if chunk_size else "")
         )
-    if block is None and length <= LANES:
-        allowed = [LANES]
+    allowed = [b for b in allowed if b < 2 * length] or [LANES]
     made = [
-        Tiling(key_dim, value_dim, heads_per_block, b, itemsize)
+        Tiling(key_dim, value_dim, heads_per_block, b, itemsize, chunk_size is None)
         for b in ([block] if block else allowed)
     ]
     for tiling in made:
