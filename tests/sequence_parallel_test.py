@@ -37,10 +37,11 @@ def _v(variant, **changes):
     return dataclasses.replace(spec, **changes)
 
 
+_NORMED = dataclasses.replace(presets.lact_llm(6), weight_norm=ttt_jax.WeightNorm())
 SPECS = {
     "V2": (_v(2), {}),
     "V6, ring, chunk longer than a shard": (_v(6, chunk_size=8), {"exchange": "ring"}),
-    "weight norm, pipeline": (_v(3, weight_norm=ttt_jax.WeightNorm()), {}),
+    "weight norm, pipeline": (dataclasses.replace(_NORMED, chunk_size=5), {}),
     "mamba2": (presets.mamba2(), {}),
 }
 MORE = {
