@@ -17,18 +17,6 @@ from ttt_jax.tasks import make_task
 from ttt_jax.train_step import make_trainee
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compile_once(tmp_path_factory):
-    """Lets the runs of this module share compiled programs through JAX's cache on disk."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = {name: getattr(jax.config, name) for name in names}
-    jax.config.update(names[0], str(tmp_path_factory.mktemp("cache")))
-    jax.config.update(names[1], 0.0)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-
-
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     return write_text(tmp_path_factory.mktemp("text") / "words.jsonl")

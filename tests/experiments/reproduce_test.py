@@ -52,12 +52,11 @@ def read(path):
 
 
 def test_the_report_is_whole_and_done_cells_are_not_run_again(small, tmp_path, monkeypatch, capsys):
-    assert reproduce.main(options("V6", "softmax", seeds=2), tmp_path) == 0
+    assert reproduce.main(options("V6", "softmax"), tmp_path) == 0
     rows = read(tmp_path / "ablation" / "ablation_language.csv")
     assert [row["model"] for row in rows] == ["V6", "softmax"]
     for row, rates in zip(rows, (("recurrent rate", "parallel rate"), ("rate",)), strict=True):
-        mean, spread = row["perplexity"].split(" ± ")
-        assert 1.0 < float(mean) < 258.0 and float(spread) > 0
+        assert 1.0 < float(row["perplexity"]) < 258.0
         assert all(float(row[name].replace(",", "")) > 0 for name in (*rates, "train rate"))
     written = (tmp_path / "ablation" / "report.md").read_text()
     assert "| V6 |" in written and "ablation_language.png" in written and "jax" in written
@@ -65,7 +64,7 @@ def test_the_report_is_whole_and_done_cells_are_not_run_again(small, tmp_path, m
     assert picture.startswith(b"\x89PNG")
     assert "softmax" in capsys.readouterr().out
     monkeypatch.setattr(train, "main", lambda *_: pytest.fail("a done cell was run again"))
-    assert reproduce.main(options("V6", "softmax", seeds=2), tmp_path) == 0
+    assert reproduce.main(options("V6", "softmax"), tmp_path) == 0
     assert read(tmp_path / "ablation" / "ablation_language.csv") == rows
 
 

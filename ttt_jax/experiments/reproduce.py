@@ -137,8 +137,8 @@ def main(options: Options, workdir: str | os.PathLike[str]) -> int:
     plan = {name: EXPERIMENTS[name].cells(options) for name in names}
     unique = list({cell.folder(root): cell for cells in plan.values() for cell in cells}.values())
     root.mkdir(parents=True, exist_ok=True)
-    # The seeds of a model share their compiled programs.
-    jax.config.update("jax_compilation_cache_dir", str(root.resolve() / "compiled"))
+    if jax.config.jax_compilation_cache_dir is None:  # the seeds of a model share their programs
+        jax.config.update("jax_compilation_cache_dir", str(root.resolve() / "compiled"))
     start = time.perf_counter()
     if options.jobs > 1:
         _side_by_side(options)
