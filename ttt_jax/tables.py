@@ -47,6 +47,18 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def write_csv(rows: Sequence[Row], path: str | pathlib.Path) -> None:
+    """Writes the rows, at least one, as a CSV file with a line of names.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
 def save(rows: Sequence[Row], folder: str | pathlib.Path, name: str, title: str) -> None:
     """Writes `name.csv` and `name.md` into `folder`.
 
@@ -61,8 +73,5 @@ def save(rows: Sequence[Row], folder: str | pathlib.Path, name: str, title: str)
     """
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / f"{name}.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    write_csv(rows, folder / f"{name}.csv")
     (folder / f"{name}.md").write_text(f"{title}\n\n{markdown(rows)}\n")

@@ -267,10 +267,11 @@ def save(
     Raises:
       OSError: the folder cannot be made or written.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     parts = [f"# {title}", line]
     for name, rows in sections.items():
         parts.append(f"## {name}\n\n{tables.markdown(rows)}")
-        tables.save(rows, folder, name.lower().replace(" ", "_"), f"{title}: {name}")
+        tables.write_csv(rows, folder / f"{name.lower().replace(' ', '_')}.csv")
     (folder / "compile_check.md").write_text("\n\n".join(parts) + "\n")
 
 
