@@ -63,7 +63,8 @@ def all_states(
         begins = slots.fresh[:, :, None, None, None]
         shift = jnp.where(begins, _times(matrix, _joint(spec, start)) + shift, shift)
         matrix = jnp.where(begins, 0, matrix)
-    shift = shift.at[0].add(_times(matrix[0], _joint(spec, initial)))
+    begin = shift[:1] + _times(matrix[:1], _joint(spec, initial))
+    shift = jnp.concatenate([begin, shift[1:]])
 
     def combine(early, late):
         return _times(late[0], early[0]), _times(late[0], early[1]) + late[1]

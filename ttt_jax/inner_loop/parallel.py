@@ -245,7 +245,7 @@ def _associative_prefix(decay, values, initial):
     def combine(early, late):
         return early[0] * late[0], late[0] * early[1] + late[1]
 
-    values = values.at[0].add(decay[0] * initial)
+    values = jnp.concatenate([values[:1] + decay[:1] * initial, values[1:]])
     return jax.lax.associative_scan(combine, (decay, values))[1]
 
 
