@@ -37,6 +37,7 @@ class Setting:
       hidden_size, layers, heads: of the model; its feed-forward layers are twice as wide.
       chunk_size: tokens of an update of V0 to V6; divides the contexts, so that every pair is
         learned before the first query.
+      mode: how inner loops are evaluated; a scan over a few tokens compiles soonest.
       training: of each model.
       test_rows: rows that are asked after training.
       max_seeds: seeds that the scale has time for.
@@ -48,6 +49,7 @@ class Setting:
     layers: int
     heads: int
     chunk_size: int
+    mode: str
     training: Training
     test_rows: int
     max_seeds: int
@@ -56,15 +58,16 @@ class Setting:
 SETTINGS = {
     "tiny": Setting(
         tasks={
-            "pairs": RecallTask(pairs=(2, 4, 8, 16), slots=16, keys=32, values=32),
-            "needle": RecallTask(pairs=(1, 4), slots=32, keys=32, values=32, hay=32),
+            "pairs": RecallTask(pairs=(1, 2, 4, 8), slots=8, keys=16, values=16),
+            "needle": RecallTask(pairs=(1, 2), slots=24, keys=16, values=16, hay=16),
         },
         head_dims={"pairs": (4, 16), "needle": (16,)},
         hidden_size=32,
         layers=1,
         heads=2,
-        chunk_size=8,
-        training=Training(steps=300, rows=16, learning_rate=1e-2),
+        chunk_size=4,
+        mode="recurrent",
+        training=Training(steps=400, rows=32, learning_rate=1e-2),
         test_rows=256,
         max_seeds=1,
     ),
@@ -81,6 +84,7 @@ SETTINGS = {
         layers=2,
         heads=2,
         chunk_size=32,
+        mode="auto",
         training=Training(steps=5000, rows=256, learning_rate=3e-3),
         test_rows=1536,
         max_seeds=3,
@@ -97,6 +101,7 @@ SETTINGS = {
         layers=2,
         heads=2,
         chunk_size=64,
+        mode="auto",
         training=Training(steps=20000, rows=256, learning_rate=1e-3),
         test_rows=1792,
         max_seeds=5,
@@ -151,6 +156,7 @@ def make_cell(setting: Setting, task: str, system: str, head_dim: int, seed: int
         system=system,
         head_dim=head_dim,
         chunk_size=setting.chunk_size,
+        mode=setting.mode,
     )
     config.validate()
     parts = {

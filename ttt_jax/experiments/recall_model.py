@@ -60,6 +60,7 @@ class RecallConfig(DecoderConfig):
       system: a key of `SYSTEMS`.
       head_dim: width of a key and of a value, which sets the size of the state.
       chunk_size: tokens of an inner update, for V0 to V6; the others update at every token.
+      mode: how the inner loop is evaluated, as in `ttt_jax.ttt`.
 
     >>> RecallConfig(vocab_size=9, hidden_size=8, num_layers=1, num_attention_heads=2,
     ...              system="V9", head_dim=4, chunk_size=2).validate()  # doctest: +ELLIPSIS
@@ -71,6 +72,7 @@ class RecallConfig(DecoderConfig):
     system: str
     head_dim: int
     chunk_size: int
+    mode: str = "auto"
 
     def validate(self) -> None:
         """Checks every field.
@@ -114,7 +116,9 @@ class RecallModel(Decoder):
         )
         if system.spec is None:
             return ConvolvedAttention(*sizes, **options)
-        return InnerLoopLayer(*sizes, system.spec(config.chunk_size), **options, **system.options)
+        options |= system.options
+        spec = system.spec(config.chunk_size)
+        return InnerLoopLayer(*sizes, spec, mode=config.mode, **options)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
