@@ -86,12 +86,11 @@ def check(functions, case, run=lambda f, *x: f(*x)):
 CASES = [
     # seed, batch, length, heads, key_dim, hidden, value_dim, trained, dtype
     (0, 2, 150, 1, 24, 40, 16, "all", jnp.float32),
-    (1, 1, 128, 2, 16, 16, 24, "last", jnp.float32),
-    (2, 1, 140, 1, 64, 128, 64, "all", jnp.bfloat16),
+    (1, 1, 140, 2, 64, 128, 24, "last", jnp.bfloat16),
 ]
 
 
-@pytest.mark.parametrize("case", [*CASES, (3, 1, 1, 1, 8, 8, 8, "last", jnp.bfloat16)], ids=str)
+@pytest.mark.parametrize("case", [*CASES, (3, 1, 1, 1, 8, 8, 8, "last", jnp.float32)], ids=str)
 def test_xla_equals_reference(case):
     check(named("xla"), case)
 

@@ -26,8 +26,7 @@ TOKEN = [
 CHUNK = [
     # chunk_size, include_current_chunk, then as above
     (128, False, 2, 300, 2, 64, 64, 0.01, True, False, jnp.float32, 0, 2),
-    (256, True, 1, 400, 1, 64, 128, 0.01, True, False, jnp.float32, 1, 1),
-    (128, True, 1, 256, 1, 128, 256, 0, False, False, jnp.bfloat16, 1, 2),
+    (256, True, 1, 400, 1, 64, 128, 0.01, True, False, jnp.bfloat16, 1, 1),
     (40, True, 2, 90, 1, 16, 16, 0.1, True, True, jnp.float32, 3, 2),
 ]
 

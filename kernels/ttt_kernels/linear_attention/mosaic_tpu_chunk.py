@@ -11,8 +11,9 @@ The backward pass takes the same steps in reverse. `R` is the gradient of `S'`, 
     dk_j = f_j v_j R^T;   dv_j = f_j k_j R;   R' = e_end R;   P' = P + q^T do;   dq = do seen^T;
     if a chunk starts: R' += P', P' = 0
 
-The gradient of a token's log decay is `<S, R>` ahead of the token: its value at each chunk's end
-less `k_j R v_j^T` of the tokens in between.
+The gradient of a token's log decay is `<S, R>` ahead of the token: its value at its chunk's start,
+and `k_j R v_j^T` of the chunk's tokens before it. Summed from the start, as here, the terms grow
+from token to token; from the end, small results would be left from large ones.
 """
 
 from __future__ import annotations
@@ -32,9 +33,8 @@ from ttt_kernels.linear_attention.mosaic_tpu_common import (
     read_decay,
     read_tokens,
     scaled,
-    sum_from_right,
 )
-from ttt_kernels.tpu import COLUMNS, ROWS, dot, inside
+from ttt_kernels.tpu import COLUMNS, ROWS, dot, inside, row_sums
 
 _SEMANTICS = ("parallel", "parallel", "arbitrary")
 
@@ -156,7 +156,6 @@ def _forward_body(call: ChunkCall):
 def backward(
     x: Inputs,
     states: jax.Array,
-    final: jax.Array,
     d_out: jax.Array,
     d_final: jax.Array,
     call: ChunkCall,
@@ -165,7 +164,7 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Gradients of q, k, v, the initial state and, where there are decays, their logarithms.
 
-    Arguments and results as of `mosaic_tpu_token.backward`; `final` is the final state.
+    Arguments and results as of `mosaic_tpu_token.backward`.
     """
     tiling, last = call.tiling, call.steps - 1
     sizes = (tiling.key_dim, tiling.value_dim)
@@ -173,22 +172,26 @@ def backward(
     def reverse(order):
         return lambda t: order(last - t)
 
-    d_decay = edge = edge_spec = None
-    scratch = [compat.mosaic_tpu().VMEM((tiling.heads_per_block, *sizes), jnp.float32)]
+    terms = starts = terms_spec = starts_spec = None
     if x.sums is not None:
         shape = (call.batch, call.heads, 1, call.blocks * tiling.block)
-        d_decay = jax.ShapeDtypeStruct(shape, jnp.float32)
-        edge = jnp.sum(final * d_final, axis=(-1, -2), keepdims=True)
-        edge_spec = pl.BlockSpec((1, tiling.heads_per_block, 1, 1), lambda b, g, t: (b, g, 0, 0))
-        scratch.append(compat.mosaic_tpu().VMEM((tiling.heads_per_block, 1, 128), jnp.float32))
+        terms = jax.ShapeDtypeStruct(shape, jnp.float32)
+        terms_spec = call.vector_spec(1, reverse(call.key_block))
+        shape = (call.batch, call.heads, call.seen_states, 1, 1)
+        starts = jax.ShapeDtypeStruct(shape, jnp.float32)
+        starts_spec = pl.BlockSpec(
+            (1, tiling.heads_per_block, 1, 1, 1),
+            lambda b, g, t: (b, g, call.chunk(last - t), 0, 0),
+        )
     results = (
-        *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x.q, x.k, x.v, d_final)), d_decay,
+        *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x.q, x.k, x.v, d_final)),
+        terms, starts,
     )  # fmt: skip
     queries, keys = reverse(call.query_block), reverse(call.key_block)
     specs = call.input_specs(x, queries, keys)
     tokens = call.batch * call.heads * call.blocks * tiling.block
-    operands = (x, states, d_out, d_final, edge)
-    return compat.tpu_kernel(
+    operands = (x, states, d_out, d_final)
+    *made, terms, starts = compat.tpu_kernel(
         _backward_body(call),
         name="linear_attention_chunk_backward",
         semantics=_SEMANTICS,
@@ -198,23 +201,41 @@ def backward(
         grid=(call.batch, call.groups, call.steps),
         in_specs=[
             specs, call.states_spec(reverse(call.chunk)),
-            call.token_spec(tiling.value_dim, queries), call.state_spec(), edge_spec,
+            call.token_spec(tiling.value_dim, queries), call.state_spec(),
         ],
         out_specs=(
-            specs.q, specs.k, specs.v, call.state_spec(),
-            None if d_decay is None else call.vector_spec(1, keys),
+            specs.q, specs.k, specs.v, call.state_spec(), terms_spec, starts_spec,
         ),
-        scratch_shapes=scratch,
+        scratch_shapes=[compat.mosaic_tpu().VMEM((tiling.heads_per_block, *sizes), jnp.float32)],
         cost_estimate=call.cost(operands, results, tokens * 4 * sizes[0] * sizes[1]),
     )(*operands)  # fmt: skip
+    return (*made, None if terms is None else _decay_gradient(terms, starts, call))
+
+
+def _decay_gradient(terms: jax.Array, starts: jax.Array, call: ChunkCall) -> jax.Array:
+    """Sums over the earlier tokens of each chunk, from its value at the chunk's start.
+
+    Args:
+      terms: [batch, heads, 1, blocks · block], `k_j R v_j^T` of each token.
+      starts: [batch, heads, seen_states, 1, 1], `<S, R>` at each chunk's start.
+      call: sizes.
+
+    Returns:
+      [batch, heads, 1, blocks · block].
+    """
+    size, whole = call.chunk_blocks * call.tiling.block, terms.shape[-1]
+    padded = jnp.pad(terms[:, :, 0], ((0, 0), (0, 0), (0, -whole % size)))
+    chunks = padded.reshape(*padded.shape[:2], -1, size)
+    before = jnp.cumsum(chunks, axis=-1) - chunks
+    before += starts[:, :, : chunks.shape[2], :, 0]
+    return before.reshape(padded.shape)[:, :, None, :whole]
 
 
 def _backward_body(call: ChunkCall):
     tiling = call.tiling
     heads = range(tiling.heads_per_block)
 
-    def body(x: Inputs, states, d_out, d_final, edge, dq, dk, dv, d_state, d_decay, d_seen,
-             current_edge=None):  # fmt: skip
+    def body(x: Inputs, states, d_out, d_final, dq, dk, dv, d_state, terms, starts, d_seen):
         step = pl.program_id(2)
         t = call.steps - 1 - step
 
@@ -222,15 +243,12 @@ def _backward_body(call: ChunkCall):
         def _():
             d_state[...] = d_final[...]
             d_seen[...] = jnp.zeros_like(d_seen)
-            if edge is not None:
-                for h in heads:
-                    current_edge[h] = jnp.broadcast_to(edge[0, h], (1, 128))
 
         @pl.when(t < call.blocks)
         def _():
             valid = inside(t, tiling.block, call.length)
             for h in heads:
-                _key_gradients(x, h, valid, tiling, dk, dv, d_state, d_decay, current_edge)
+                _key_gradients(x, h, valid, tiling, dk, dv, d_state, terms)
 
         @pl.when(t >= call.late)
         def _():
@@ -244,17 +262,16 @@ def _backward_body(call: ChunkCall):
 
         @pl.when(call.starts_chunk(t))
         def _():
+            if starts is not None:
+                for h in heads:
+                    starts[0, h, 0] = jnp.sum(states[0, h, 0] * d_state[0, h], keepdims=True)
             d_state[0] += d_seen[...]
             d_seen[...] = jnp.zeros_like(d_seen)
-            if edge is not None:
-                for h in heads:
-                    product = jnp.sum(states[0, h, 0] * d_state[0, h], keepdims=True)
-                    current_edge[h] = jnp.broadcast_to(product, (1, 128))
 
     return body
 
 
-def _key_gradients(x, h, valid, tiling, dk, dv, d_state, d_decay, current_edge):
+def _key_gradients(x, h, valid, tiling, dk, dv, d_state, terms):
     """What one head's block of keys, values and decays gets; moves the state's gradient on."""
     k = read_tokens(x.k, h, tiling.key_dim, valid)
     v = read_tokens(x.v, h, tiling.value_dim, valid)
@@ -266,7 +283,5 @@ def _key_gradients(x, h, valid, tiling, dk, dv, d_state, d_decay, current_edge):
     dk[0, :, h * tiling.key_dim : (h + 1) * tiling.key_dim] = k_gradient.astype(dk.dtype)
     dv[0, :, h * tiling.value_dim : (h + 1) * tiling.value_dim] = v_gradient.astype(dv.dtype)
     d_state[0, h] = carried(d_end, decay)
-    if d_decay is not None:
-        ahead = current_edge[h][:, :1] - sum_from_right(k * k_gradient)
-        d_decay[0, h] = ahead
-        current_edge[h] = jnp.broadcast_to(ahead[:, :1], (1, 128))
+    if terms is not None:
+        terms[0, h] = row_sums(k * k_gradient)

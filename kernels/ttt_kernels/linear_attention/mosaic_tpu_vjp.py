@@ -51,18 +51,17 @@ def _forward(q, k, v, log_decay, initial, valid, call: Call, interpret):
     x = _inputs(q, k, v, log_decay, valid, call)
     kernels = chunk if isinstance(call, chunk.ChunkCall) else token
     out, final, states = kernels.forward(x, initial, call, save_states=True, interpret=interpret)
-    return (out, final), (x, states, final, log_decay)
+    return (out, final), (x, states, log_decay)
 
 
 def _backward(call: Call, interpret, residuals, cotangents):
-    x, states, final, log_decay = residuals
+    x, states, log_decay = residuals
     d_out, d_final = cotangents
     d_out = d_out.astype(x.v.dtype)
-    if isinstance(call, chunk.ChunkCall):
-        made = chunk.backward(x, states, final, d_out, d_final, call, interpret=interpret)
-    else:
-        made = token.backward(x, states, d_out, d_final, call, interpret=interpret)
-    dq, dk, dv, d_initial, d_decay = made
+    kernels = chunk if isinstance(call, chunk.ChunkCall) else token
+    dq, dk, dv, d_initial, d_decay = kernels.backward(
+        x, states, d_out, d_final, call, interpret=interpret
+    )
     if d_decay is not None:
         d_decay = jnp.where(log_decay < _NEGLIGIBLE, 0, d_decay[:, :, 0])
     return dq, dk, dv, d_decay, d_initial, None
