@@ -6,7 +6,7 @@ Data, optimizer and length are those of configs/vittt.py.
 
 | name | model, data, length | what to run it on | time | top-1 |
 |---|---|---|---|---|
-| tiny | 0.15M, scikit-learn's digits, 400 steps | two CPU cores | - | - |
+| tiny | 0.15M, scikit-learn's digits, 600 steps | two CPU cores | - | - |
 | t_imagenet, s_imagenet | 5.7M, 22.0M, ImageNet-1K, 300 epochs | GPUs or TPUs | not run here | - |
 | b_imagenet, b_imagenet_300 | 86.5M, ImageNet-1K | GPUs or TPUs | not run here | - |
 
@@ -28,7 +28,7 @@ def get_config(name: str = "tiny") -> Config:
             model=vit.preset("tiny", scan_layers=False),
             data=ImageConfig(batch_size=64, crop_min_area=0.6, label_smoothing=0.1),
             optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=30, weight_decay=0.05),
-            train=TrainConfig(steps=400, log_every=40, save_every=200),
+            train=TrainConfig(steps=600, log_every=40, save_every=300),
         )
     if name not in _EPOCHS:
         raise ValueError(f"{name=} must be one of {('tiny', *_EPOCHS)}")

@@ -7,7 +7,7 @@ is configs/vit.py; every other field by --config.part.field=value.
 
 | name | model, data, length | what to run it on | time | top-1 |
 |---|---|---|---|---|
-| tiny | 0.17M, scikit-learn's digits, 400 steps | two CPU cores | - | - |
+| tiny | 0.17M, scikit-learn's digits, 600 steps | two CPU cores | - | - |
 | t_imagenet | 6.1M, ImageNet-1K, 300 epochs | GPUs or TPUs | not run here | 76.5 % (official) |
 | s_imagenet | 23.8M, ImageNet-1K, 300 epochs | GPUs or TPUs | not run here | 81.6 % (official) |
 | b_imagenet | 90.1M, ImageNet-1K, 60 epochs | GPUs or TPUs | not run here | 79.34 % (paper) |
@@ -50,7 +50,7 @@ def get_config(name: str = "tiny") -> Config:
             model=vittt.preset("tiny", scan_layers=False),
             data=ImageConfig(batch_size=64, crop_min_area=0.6, label_smoothing=0.1),
             optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=30, weight_decay=0.05),
-            train=TrainConfig(steps=400, log_every=40, save_every=200),
+            train=TrainConfig(steps=600, log_every=40, save_every=300),
         )
     if name not in _EPOCHS:
         raise ValueError(f"{name=} must be one of {('tiny', *_EPOCHS)}")

@@ -43,12 +43,13 @@ class ViTConfig(VisionConfig):
 # The sizes of the ViTTT presets, with the usual heads of 64 channels.
 PRESETS = {
     "tiny": dict(
-        num_classes=10, image_size=16, patch_size=2, hidden_size=64, num_layers=3, num_heads=4
+        num_classes=10, image_size=16, patch_size=2, hidden_size=64, num_layers=3, num_heads=4,
+        initializer_range=0.08,  # 0.02 is for widths of hundreds
     ),
     "t": dict(hidden_size=192, num_heads=3),
     "s": dict(hidden_size=384, num_heads=6, drop_path_rate=0.1),
     "b": dict(drop_path_rate=0.4),
-}
+}  # fmt: skip
 
 
 def preset(name: str, **overrides) -> ViTConfig:

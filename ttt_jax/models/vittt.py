@@ -67,12 +67,13 @@ class ViTTTConfig(VisionConfig):
 
 PRESETS = {
     "tiny": dict(
-        num_classes=10, image_size=16, patch_size=2, hidden_size=64, num_layers=3, num_heads=4
+        num_classes=10, image_size=16, patch_size=2, hidden_size=64, num_layers=3, num_heads=4,
+        initializer_range=0.08,  # 0.02 is for widths of hundreds
     ),
     "t": dict(hidden_size=192, num_heads=6),
     "s": dict(hidden_size=384, num_heads=6, drop_path_rate=0.1),
     "b": dict(drop_path_rate=0.4),
-}
+}  # fmt: skip
 
 
 def preset(name: str, **overrides) -> ViTTTConfig:
