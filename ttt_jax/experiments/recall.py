@@ -185,8 +185,8 @@ def run_cell(config: RecallConfig, task: RecallTask, setting: Setting, seed: int
 
     Returns:
       loss (nats a query, mean of the last steps), accuracy (number of pairs, as text -> share of
-      right answers), by_distance (pairs of the largest distance in tokens and the accuracy up to
-      it), chance (accuracy of a guess), state_size (numbers carried a sequence), parameters.
+      right answers), by_distance ([largest distance of a part in tokens, its accuracy]), chance
+      (accuracy of a guess), state_size (numbers carried a sequence), parameters.
 
     Raises:
       FloatingPointError: the training diverged.
@@ -200,7 +200,7 @@ def run_cell(config: RecallConfig, task: RecallTask, setting: Setting, seed: int
     return {
         "loss": losses[-1],
         "accuracy": {str(pairs): value for pairs, value in accuracy(batch, answers).items()},
-        "by_distance": accuracy_by_distance(batch, answers, _DISTANCES),
+        "by_distance": [list(x) for x in accuracy_by_distance(batch, answers, _DISTANCES)],
         "chance": 1 / task.values,
         "state_size": config.num_layers * mixer.state_size(task.time),
         "parameters": model.num_params(),
