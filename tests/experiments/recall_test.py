@@ -83,6 +83,7 @@ def test_report(tmp_path):
     assert rows[0]["4 pairs"] == "0.70 ± 0.14" and rows[0]["seeds"] == "2"
     assert rows[1]["to 18 tokens"] == "0.25" and rows[1]["state"] == "7"
     assert "Head dimension 8, 8 pairs, from best to worst: DeltaNet 0.50, V6 0.35." in text
-    assert "their limit: V0." in text
+    assert "Below 0.34, little better than a guess among the row's own values (1/8)" in text
+    assert "whether for want of state or of training: V0." in text
     for name in ("recall_pairs_d8", "recall_pairs_d16", "recall_needle_d8"):
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000

@@ -236,7 +236,8 @@ def _caption(results: Sequence[Values]) -> str:
         "Share of queries answered right (mean ± standard deviation over seeds), by number of "
         "pairs and by the distance from value to query in tokens. State: float32 numbers that a "
         "sequence carries, momentum included, the unfinished chunk not; for softmax the keys and "
-        f"values of a whole row. A guess among the values is right in {results[0]['chance']:.3f}."
+        f"values of a whole row. A guess among all values is right in {results[0]['chance']:.3f}, "
+        "one among the n values of the row in about 1/n."
     )
 
 
@@ -267,26 +268,26 @@ def _groups(results: Sequence[Values]) -> dict[tuple[int, str], list[Values]]:
 
 
 def _findings(results: Sequence[Values]) -> str:
-    """Says for each head dimension who recalls most pairs, and who has not learned the task."""
+    """Says for each head dimension who recalls most pairs, and who hardly matches keys."""
     sentences = []
     groups = _groups(results)
-    most, fewest = (pick(map(int, results[0]["accuracy"])) for pick in (max, min))
+    most = max(map(int, results[0]["accuracy"]))
+    # Reading the row's values without its keys gives 1/most; a quarter of the way from there to 1.
+    matching = 0.25 + 0.75 / most
     for head_dim in sorted({head_dim for head_dim, _ in groups}):
-        means = {}
-        for (dim, system), group in groups.items():
-            if dim == head_dim:
-                means[system] = {
-                    n: mean_and_spread([v["accuracy"][str(n)] for v in group])[0]
-                    for n in (fewest, most)
-                }
-        ranked = sorted(means, key=lambda system: -means[system][most])
-        order = ", ".join(f"{system} {means[system][most]:.2f}" for system in ranked)
+        means = {
+            system: mean_and_spread([values["accuracy"][str(most)] for values in group])[0]
+            for (dim, system), group in groups.items()
+            if dim == head_dim
+        }
+        ranked = sorted(means, key=lambda system: -means[system])
+        order = ", ".join(f"{system} {means[system]:.2f}" for system in ranked)
         sentences.append(f"Head dimension {head_dim}, {most} pairs, from best to worst: {order}.")
-        weak = [system for system in ranked if means[system][fewest] < 0.5]
+        weak = [system for system in ranked if means[system] < matching]
         if weak:
             sentences.append(
-                f"Below one half with {fewest} already, so that these steps of training, not the "
-                f"state, are their limit: {', '.join(weak)}."
+                f"Below {matching:.2f}, little better than a guess among the row's own values "
+                f"(1/{most}), whether for want of state or of training: {', '.join(weak)}."
             )
     return " ".join(sentences)
 
@@ -312,6 +313,7 @@ def _draw(out: Report, task: str, results: Sequence[Values], head_dim: int) -> N
         panel.set_xlabel("distance from value to query, up to (tokens)" if by_distance else "pairs")
         if not by_distance:
             panel.set_xscale("log", base=2)
+            panel.xaxis.set_major_formatter("{x:.0f}")
         if panel.containers:
             panel.legend(fontsize=8)
     what = "distance" if by_distance else "number of pairs"
