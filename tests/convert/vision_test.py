@@ -12,7 +12,9 @@ import pytest
 from flax import nnx
 
 from tests.golden_cases import Golden
-from ttt_jax import convert
+from ttt_jax import checkpoint, convert
+from ttt_jax.config import Config, TrainConfig
+from ttt_jax.config_images import ImageConfig
 from ttt_jax.convert import files
 from ttt_jax.models import HViTTTConfig, LactNVSConfig, ViTTTConfig, build
 
@@ -69,6 +71,27 @@ def test_official_file_to_parameters_and_back(name, tmp_path):
         assert (tmp_path / f"{scan_layers}.pth").read_bytes() == (
             tmp_path / "official.pth"
         ).read_bytes()
+
+
+def test_statistics_and_averages_go_through_a_workdir(tmp_path):
+    """H-ViTTT's running statistics; a run that keeps an average of its parameters."""
+    tensors = _tensors("h_vittt_model_a")
+    files.write_tensors(tmp_path / "official.pth", tensors, None)
+    config = Config(
+        model=MODELS["h_vittt_model_a"], data=ImageConfig(), train=TrainConfig(ema_decay=0.9)
+    )
+    convert.import_weights(config, tmp_path / "official.pth", tmp_path / "run")
+    loaded = checkpoint.load_arrays(tmp_path / "run")
+    mean = tensors["patch_embed.conv.0.norm.running_mean"]
+    assert np.array_equal(loaded.buffers["stem"]["norms"][0]["mean"], mean)
+    convert.export_weights(tmp_path / "run", tmp_path / "back.pth")
+    back = files.read_tensors(tmp_path / "back.pth")
+    assert back.keys() == tensors.keys()
+    assert all(np.array_equal(back[name], array) for name, array in tensors.items())
+    with pytest.raises(ValueError, match="this model has no folder form"):
+        convert.export_weights(tmp_path / "run", tmp_path / "folder")
+    with pytest.raises(ValueError, match="run' is not empty"):
+        convert.import_weights(config, tmp_path / "official.pth", tmp_path / "run")
 
 
 @pytest.mark.parametrize("name", MODELS)
