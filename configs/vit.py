@@ -6,7 +6,7 @@ Data, optimizer and length are those of configs/vittt.py.
 
 | name | model, data, length | what to run it on | time | top-1 |
 |---|---|---|---|---|
-| tiny | 0.15M, scikit-learn's digits, 600 steps | two CPU cores | - | - |
+| tiny | 0.15M, scikit-learn's digits, 600 steps | two CPU cores | not timed | not measured |
 | t_imagenet, s_imagenet | 5.7M, 22.0M, ImageNet-1K, 300 epochs | GPUs or TPUs | not run here | - |
 | b_imagenet, b_imagenet_300 | 86.5M, ImageNet-1K | GPUs or TPUs | not run here | - |
 
