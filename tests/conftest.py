@@ -22,12 +22,14 @@ _CACHE = pathlib.Path(__file__).parent.parent / ".cache" / "jax"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
-# pytest-xdist: the workers share the cores instead of each starting threads for all of them.
+# pytest-xdist: the workers share the cores instead of each starting threads for all of them; but
+# the interpreter of TPU kernels waits for ever where XLA has a single thread for its callbacks.
 _workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 if _workers > 1:
-    _threads = str(max(1, (os.cpu_count() or 1) // _workers))
-    for _name in ("NPROC", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-        os.environ.setdefault(_name, _threads)
+    _threads = (os.cpu_count() or 1) // _workers
+    os.environ.setdefault("NPROC", str(max(4, _threads)))
+    for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ.setdefault(_name, str(max(1, _threads)))
 
 # The kernel gives a process 65,530 memory maps, and a compiled program on the CPU takes several:
 # a worker that keeps the programs of every test it ran ends in a segmentation fault.
