@@ -33,7 +33,7 @@ def parse_mesh(text: str) -> config_lib.MeshConfig:
       ValueError: an axis is unknown, named twice, or its size is no number.
 
     >>> parse_mesh("data:4,model:4")
-    MeshConfig(data=4, fsdp=1, model=4...)
+    MeshConfig(data=4, fsdp=1, seq=1, model=4)
     """
     names = [field.name for field in dataclasses.fields(config_lib.MeshConfig)]
     sizes: dict[str, int] = {}
