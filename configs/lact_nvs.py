@@ -7,7 +7,7 @@ Sizes: tiny, 114m (the paper's on RealEstate10K), 14 and 24 (layers; the officia
 
 | size | what to run it on | time | held-out PSNR to expect |
 |---|---|---|---|
-| tiny | two CPU cores, scenes rendered here | 6 minutes | 19.4 dB, SSIM 0.39 |
+| tiny | two CPU cores, scenes rendered here | 3 minutes | 19.4 dB, SSIM 0.39 |
 | 114m | GPUs or TPUs, RealEstate10K | not run here | 25.94 dB (paper) |
 | 14, 24 | GPUs or TPUs, your views | not run here | - |
 
