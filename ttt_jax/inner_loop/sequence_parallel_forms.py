@@ -78,12 +78,7 @@ def run_tokens(
     """
     name = spec.fast_net.last
     batch, _, length, _ = tokens.k.shape
-    ongoing = jnp.broadcast_to(edge.ongoing, (batch, 1))[:, :, None, None]
-    zero_or_start = jnp.where(ongoing, 0, start.weights[name])
-    first = start._replace(weights={name: zero_or_start})
-    out, state = kernel.run(
-        spec, static, tokens, edge.segment_ids, first, start, False, implementation
-    )
+    ongoing, out, state = _without_left(spec, static, tokens, edge, start, implementation)
     opening, single = _first_document(edge.segment_ids, batch, length)
     kept = _kept(spec, tokens, opening)
     whole = jnp.where(ongoing & single[:, None, None, None], kept[:, :, -1:], 0)
@@ -116,13 +111,8 @@ def run_delta(
     """
     name = spec.fast_net.last
     batch, heads, _, width = tokens.k.shape
-    ongoing = jnp.broadcast_to(edge.ongoing, (batch, 1))[:, :, None, None]
-    zero_or_start = jnp.where(ongoing, 0, start.weights[name])
-    first = start._replace(weights={name: zero_or_start})
-    out, state = kernel.run(
-        spec, static, tokens, edge.segment_ids, first, start, False, implementation
-    )
-    unit = jnp.eye(width, dtype=zero_or_start.dtype)
+    ongoing, out, state = _without_left(spec, static, tokens, edge, start, implementation)
+    unit = jnp.eye(width, dtype=start.weights[name].dtype)
     unit, nothing = (jnp.broadcast_to(x, (batch, heads, width, width)) for x in (unit, 0 * unit))
     valueless = tokens._replace(v=jnp.zeros_like(tokens.k))
     reads, whole = kernel.run(
@@ -142,6 +132,29 @@ def run_delta(
     )
     out = out + jnp.where(ongoing, dense(reads, ahead), 0)
     return out, state._replace(weights={name: own + matrix_product(whole, ahead)})
+
+
+def _without_left(
+    spec: InnerLoop,
+    static: Weights,
+    tokens: Tokens,
+    edge: Edge,
+    start: State,
+    implementation: str | None,
+) -> tuple[jax.Array, jax.Array, State]:
+    """Runs the shard as if nothing came from the left, so that it waits for no exchange.
+
+    Returns:
+      (whether the first document of each row began on another device, [batch, 1, 1, 1]: it starts
+      from zero here; outputs; final state).
+    """
+    name = spec.fast_net.last
+    ongoing = jnp.broadcast_to(edge.ongoing, (tokens.k.shape[0], 1))[:, :, None, None]
+    first = start._replace(weights={name: jnp.where(ongoing, 0, start.weights[name])})
+    out, state = kernel.run(
+        spec, static, tokens, edge.segment_ids, first, start, False, implementation
+    )
+    return ongoing, out, state
 
 
 def _first_document(
