@@ -11,7 +11,15 @@ from tests.tiny_run import tiny_config, write_text
 from tests.tolerances import assert_close, tolerance
 from ttt_jax import train
 from ttt_jax.checkpoint import load_arrays
-from ttt_jax.experiments import ablation, distributions, length, paradoxes, report, reproduce
+from ttt_jax.experiments import (
+    ablation,
+    distributions,
+    length,
+    paradoxes,
+    report,
+    reproduce,
+    systems,
+)
 from ttt_jax.experiments.cells import Cell, run_cells, training_cell
 from ttt_jax.experiments.systems import set_fields
 from ttt_jax.models import transformer
@@ -123,6 +131,14 @@ def test_unknown_names_are_refused(changes, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         reproduce.main(reproduce.Options(**changes), tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("scale", systems.SCALES)
+def test_every_experiment_has_cells_whose_configurations_are_valid(scale):
+    plan = reproduce.Options(experiments=("all",), scale=scale)
+    for name in plan.names():
+        found = reproduce.EXPERIMENTS[name].cells(plan)
+        assert found and len({cell.name for cell in found}) == len(found)
 
 
 @pytest.fixture(scope="module")

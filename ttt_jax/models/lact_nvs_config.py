@@ -23,6 +23,8 @@ class LactNVSConfig:
       mlp_multiple: width of the feed-forward layer over the model's.
       variant: 0 (the official model) to 6 (linear attention), see `presets.lact_nvs`. Parameters
         that a variant does not use do not exist.
+      direction: "descent", or "ascent" on the inner loss.
+      query: read the fast weights with the "query" or with the "key".
       base_rate: inner learning rate of a token before training.
       newton_schulz_steps: iterations of the orthogonalisation; 0 only divides by the norm.
       newton_schulz_dtype: dtype of its products; None for the compute dtype.
@@ -50,6 +52,8 @@ class LactNVSConfig:
     fast_hidden_multiple: float = 2.0
     mlp_multiple: float = 4.0
     variant: int = 0
+    direction: str = "descent"
+    query: str = "query"
     base_rate: float = 0.01
     newton_schulz_steps: int = 5
     newton_schulz_dtype: str | None = None
@@ -94,17 +98,18 @@ class LactNVSConfig:
           spans: in tokens, run one after another.
 
         Returns:
-          `presets.lact_nvs` of the variant.
+          `presets.lact_nvs` of the variant, with the options of this configuration.
 
         Raises:
-          ValueError: for an unknown variant or a negative number of Newton-Schulz steps.
+          ValueError: for an unknown variant or option, or a negative number of Newton-Schulz steps.
         """
-        return inner_loop_preset(
+        spec = inner_loop_preset(
             [dataclasses.astuple(span) for span in spans],
             self.newton_schulz_steps,
             muon_dtype=self.newton_schulz_dtype,
             variant=self.variant,
         )
+        return dataclasses.replace(spec, direction=self.direction, query=self.query)
 
 
 # The paper states 114M and no shape; this one is ours.
