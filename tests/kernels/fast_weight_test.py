@@ -154,13 +154,14 @@ def test_kernels_lower_for_a_tpu(shape, trained):
 
 @pytest.mark.parametrize("chip", tpu.TOPOLOGIES)
 @pytest.mark.parametrize(
-    "dim, dtype",
-    [(384, jnp.bfloat16), pytest.param(768, jnp.bfloat16, marks=pytest.mark.exhaustive),
-     pytest.param(64, jnp.bfloat16, marks=pytest.mark.exhaustive),
-     pytest.param(256, jnp.float32, marks=pytest.mark.exhaustive)],
+    "batch, length, heads, dim, dtype",
+    [(8, 2048, 4, 384, jnp.bfloat16),  # LaCT-760M
+     (64, 196, 12, 64, jnp.bfloat16),  # ViTTT-B
+     pytest.param(8, 2048, 4, 768, jnp.bfloat16, marks=pytest.mark.exhaustive),
+     pytest.param(8, 2048, 4, 256, jnp.float32, marks=pytest.mark.exhaustive)],
 )
-def test_kernels_compile_and_fit(chip, dim, dtype):
-    weights, x = arguments(8, 2048, 4, dim, "all", dtype)
+def test_kernels_compile_and_fit(chip, batch, length, heads, dim, dtype):
+    weights, x = arguments(batch, length, heads, dim, "all", dtype)
     found = tpu.kernels(chip, functools.partial(all_derivatives, trained="all"), weights, x)
     q = x["q"]
     sizes = mosaic_tpu._sizes(weights["w0"], weights["w1"], q, None)

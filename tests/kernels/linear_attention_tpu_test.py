@@ -16,18 +16,20 @@ from ttt_kernels.linear_attention import mosaic_tpu_tiling as tiling
 
 TOKEN = [
     # batch, length, heads, key_dim, value_dim, decay, state, packed, dtype, seed, cores
-    (2, 260, 2, 64, 64, 1, True, True, jnp.float32, 0, 2),
+    (1, 260, 2, 64, 64, 1, True, True, jnp.float32, 0, 2),
     pytest.param((1, 256, 3, 64, 128, 0, True, False, jnp.float32, 1, 1),
                  marks=pytest.mark.exhaustive),
     (1, 1, 1, 24, 40, 1, True, False, jnp.float32, 2, 1),
     (2, 200, 1, 128, 128, 1, False, True, jnp.bfloat16, 1, 2),
-    (1, 150, 1, 256, 192, 0, False, False, jnp.bfloat16, 0, 1),
+    pytest.param((1, 150, 1, 256, 192, 0, False, False, jnp.bfloat16, 0, 1),
+                 marks=pytest.mark.exhaustive),
 ]
 CHUNK = [
     # chunk_size, include_current_chunk, then as above
     (128, False, 2, 300, 2, 64, 64, 0.01, True, False, jnp.float32, 0, 2),
     (256, True, 1, 400, 1, 64, 128, 0.01, True, False, jnp.bfloat16, 1, 1),
     (40, True, 2, 90, 1, 16, 16, 0.1, True, True, jnp.float32, 3, 2),
+    (196, True, 1, 196, 2, 64, 64, 0, False, False, jnp.float32, 4, 2),  # an image at once
 ]
 
 
@@ -104,7 +106,8 @@ def gradient(x, ids, **options):
     return jax.grad(loss)(x)
 
 
-CHUNKS_OF_2048 = dict(causal="chunk", chunk_size=2048)
+CHUNKS_OF_2048 = dict(causal="chunk", chunk_size=2048)  # LaCT-760M
+WHOLE_IMAGE = dict(causal="chunk", chunk_size=196, include_current_chunk=True)  # ViTTT-B
 
 
 @pytest.mark.parametrize("shape", [(1, 32768, 12, 128, 128), (2, 1000, 24, 64, 64),
@@ -122,6 +125,7 @@ COMPILED = [
     # batch, length, heads, key_dim, value_dim, dtype, decay, packed, options
     (1, 32768, 12, 128, 128, jnp.bfloat16, False, False, {}),
     (1, 32768, 4, 384, 384, jnp.bfloat16, False, False, CHUNKS_OF_2048),
+    (256, 196, 12, 64, 64, jnp.bfloat16, False, False, WHOLE_IMAGE),
     (1, 4096, 24, 64, 64, jnp.bfloat16, True, True, {}),
     (1, 4096, 4, 256, 256, jnp.float32, True, True, {}),
     (1, 4100, 2, 768, 768, jnp.bfloat16, True, False, {}),
@@ -132,7 +136,7 @@ COMPILED = [
 
 @pytest.mark.parametrize("chip", tpu.TOPOLOGIES)
 @pytest.mark.parametrize(
-    "cases", [COMPILED[:2], pytest.param(COMPILED[2:], marks=pytest.mark.exhaustive)],
+    "cases", [COMPILED[:3], pytest.param(COMPILED[3:], marks=pytest.mark.exhaustive)],
     ids=["used", "others"],
 )
 def test_kernels_compile_and_fit(chip, cases):
@@ -141,6 +145,8 @@ def test_kernels_compile_and_fit(chip, cases):
         x, ids = arguments(*shape, dtype, decay=decay, packed=packed)
         found = tpu.kernels(chip, functools.partial(gradient, **options), x, ids)
         chunk_size = options.get("chunk_size")
+        if chunk_size is not None:
+            chunk_size = tiling.needed_chunk(chunk_size, shape[1])
         plan = tiling.choose(*shape[1:], jnp.dtype(dtype).itemsize, chunk_size=chunk_size)
         for name, backward in (("forward", False), ("backward", True)):
             used = found[f"linear_attention_{options.get('causal', 'token')}_{name}"]

@@ -105,7 +105,8 @@ def test_kernels_lower_for_a_tpu(shape, dtype):
 @pytest.mark.parametrize("chip", tpu.TOPOLOGIES)
 @pytest.mark.parametrize(
     "size, dtype",
-    [(384, jnp.bfloat16), pytest.param(768, jnp.bfloat16, marks=pytest.mark.exhaustive),
+    [(384, jnp.bfloat16), (64, jnp.bfloat16),
+     pytest.param(768, jnp.bfloat16, marks=pytest.mark.exhaustive),
      pytest.param(384, jnp.float32, marks=pytest.mark.exhaustive),
      pytest.param(100, jnp.bfloat16, marks=pytest.mark.exhaustive)],
 )

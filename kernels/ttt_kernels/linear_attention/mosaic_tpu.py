@@ -75,6 +75,7 @@ def linear_attention(
     )
     if causal == "token":
         return run(q, k, v, log_decay, initial_state, real)
+    chunk_size = tiling.needed_chunk(chunk_size, q.shape[1])
     if real is None and chunk_size % tiling.LANES == 0:
         late = include_current_chunk
         return run(q, k, v, log_decay, initial_state, None, chunk_size=chunk_size, late=late)

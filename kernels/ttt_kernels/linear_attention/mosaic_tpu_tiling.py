@@ -45,7 +45,8 @@ class Tiling:
         """
         key = self.heads_per_block * self.block * self.key_dim
         value = self.heads_per_block * self.block * self.value_dim
-        state = self.heads_per_block * self.key_dim * self.value_dim
+        lanes = -(-self.value_dim // LANES) * LANES
+        state = self.heads_per_block * self.key_dim * lanes
         # q, k, v, out; in the backward pass q, k, v and their gradients, and out's.
         tokens = (4 * key + 3 * value if backward else 2 * key + 2 * value) * self.itemsize
         states = 2 * 4 * state + self.itemsize * state  # first and last in float32, one a block
@@ -68,6 +69,15 @@ def padded_dims(heads: int, key_dim: int, value_dim: int) -> tuple[int, int]:
     if all(heads * dim % LANES == 0 and dim % 64 == 0 for dim in (key_dim, value_dim)):
         return key_dim, value_dim
     return tuple(-(-dim // LANES) * LANES for dim in (key_dim, value_dim))
+
+
+def needed_chunk(chunk_size: int, length: int) -> int:
+    """`chunk_size`; where one chunk holds the whole row, the least whole blocks that hold it.
+
+    >>> needed_chunk(196, 196), needed_chunk(2048, 196), needed_chunk(100, 196)
+    (256, 256, 100)
+    """
+    return chunk_size if chunk_size < length else -(-length // LANES) * LANES
 
 
 def choose(
