@@ -13,8 +13,9 @@ _ROOT = pathlib.Path(__file__).parent.parent
 
 # A module of ttt_jax imports modules of the groups before its own, and of its own folder.
 _ORDER = (
-    {"array_types", "config", "config_files", "config_images", "config_views"}
-    | {"sharding", "tables"},
+    {"array_types", "config", "config_images", "config_views"}
+    | {"processes", "sharding", "tables"},
+    {"config_files", "recipes"},
     {"inner_loop"},
     {"layers"},
     {"models"},
@@ -28,6 +29,7 @@ _ORDER = (
     {"train"},
     {"benchmark"},
     {"experiments"},
+    {"programs"},
     {"configs", "launch"},
 )
 _RANK = {name: rank for rank, group in enumerate(_ORDER) for name in group}

@@ -20,7 +20,7 @@ from flax import nnx
 from orbax.checkpoint import v1 as ocp
 
 from ttt_jax import config as config_lib
-from ttt_jax import models, sharding
+from ttt_jax import models, processes, sharding
 from ttt_jax.train_step import TrainState, abstract_params
 
 logger = logging.getLogger(__name__)
@@ -69,15 +69,10 @@ def check_workdir(workdir: str | os.PathLike[str], config: Any) -> None:
             "give the path of a folder"
         )
     folder = pathlib.Path(workdir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".writable-{os.getpid()}"
-        probe.write_text("")
-        probe.unlink()
-    except OSError as error:
-        raise CheckpointError(
-            f"workdir={str(workdir)!r} cannot be written to ({error}); give another --workdir"
-        ) from error
+    problem = _sharing_problem(folder)
+    if not processes.all_true(problem is None):
+        problem = problem or "is not one folder that all processes share and can write to"
+        raise CheckpointError(f"workdir={str(workdir)!r} {problem}; give another --workdir")
     found = read_config(workdir)
     if found is None:
         return
@@ -100,6 +95,28 @@ def check_workdir(workdir: str | os.PathLike[str], config: Any) -> None:
             f"workdir={str(workdir)!r} holds a run with another configuration ({listed}); give "
             "another --workdir, or the flags that it was started with"
         )
+
+
+def _sharing_problem(folder: pathlib.Path) -> str | None:
+    """Makes the folder; says why it cannot be written to, or is not the first process's folder."""
+    mark = folder / f".run-{int(processes.largest(os.getpid() if processes.is_first() else 0))}"
+    problem = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".writable-{jax.process_index()}"
+        probe.write_text("")
+        probe.unlink()
+        if processes.is_first():
+            mark.write_text("")
+    except OSError as error:
+        problem = f"cannot be written to ({error})"
+    processes.all_true(True)  # the others wait for the mark
+    if problem is None and not mark.exists():
+        problem = "is another folder here than for the first process, and all must share one"
+    processes.all_true(True)  # and it waits for them
+    if processes.is_first() and mark.exists():
+        mark.unlink()
+    return problem
 
 
 def write_config(workdir: str | os.PathLike[str], config: Any) -> None:
@@ -215,9 +232,14 @@ class Checkpoints:
           CheckpointError: there are checkpoints and none can be read.
         """
         steps = self.steps()
+        if not processes.all_equal(steps):
+            raise CheckpointError(
+                f"the processes find different checkpoints in {self._folder}, this one {steps}: "
+                "they must share one folder"
+            )
         for step in reversed(steps):
             found = self._try_load(step, _parts(abstract), abstract)
-            if found is not None:
+            if processes.all_true(found is not None):
                 position = found.pop("metadata")["data"]
                 if position is not None:  # None: converted weights, no data read yet
                     data.set_state(position)
@@ -274,10 +296,12 @@ class Checkpoints:
     def _set_aside(self, step: int) -> None:
         """Moves an unreadable checkpoint out of the way, so that it is not counted as kept."""
         target = self._folder.parent / "broken" / f"{step}-{time.time_ns()}"
-        target.parent.mkdir(exist_ok=True)
-        (self._folder / str(step)).rename(target)
-        logger.warning("checkpoint %d was moved to %s", step, target)
         self._checkpointer.close()
+        if processes.is_first():
+            target.parent.mkdir(exist_ok=True)
+            (self._folder / str(step)).rename(target)
+            logger.warning("checkpoint %d was moved to %s", step, target)
+        processes.all_true(True)  # the others wait for the move
         self._checkpointer = self._open()
 
 

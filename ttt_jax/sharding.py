@@ -305,11 +305,42 @@ def batch_sharding(mesh: Mesh, batch_size: int) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(LOGICAL_RULES["batch"]))
 
 
+def row_block(mesh: Mesh) -> tuple[int, int]:
+    """Says which block of each batch's rows this process reads, and how many blocks there are.
+
+    Processes whose devices hold the same rows, because seq or model spans them, read the same ones.
+
+    Args:
+      mesh: a mesh of `make_mesh`.
+
+    Returns:
+      (number of this process's block, number of blocks).
+
+    Raises:
+      ValueError: two processes hold some rows in common and others not.
+
+    >>> row_block(make_mesh(devices=jax.devices()[:1]))
+    (0, 1)
+    """
+    parts = mesh.shape["data"] * mesh.shape["fsdp"]
+    held: dict[int, set[int]] = {}
+    for device, (rows,) in batch_sharding(mesh, parts).devices_indices_map((parts,)).items():
+        held.setdefault(device.process_index, set()).add(rows.start or 0)
+    blocks = sorted({tuple(sorted(rows)) for rows in held.values()})
+    if sum(map(len, blocks)) != parts or len({len(block) for block in blocks}) != 1:
+        raise ValueError(
+            f"config.mesh: {dict(mesh.shape)} gives the {len(held)} processes rows of a batch that "
+            "overlap in part; make mesh.seq * mesh.model a divisor or a multiple of the "
+            f"{jax.local_device_count()} devices of a process"
+        )
+    return blocks.index(tuple(sorted(held[jax.process_index()]))), len(blocks)
+
+
 def place_batch(batch: dict[str, np.ndarray], sharding: NamedSharding) -> dict[str, jax.Array]:
     """Puts this process's rows of a batch on its devices.
 
     Args:
-      batch: arrays [rows of this process, ...].
+      batch: arrays [rows of this process, ...], those of its `row_block`.
       sharding: of `batch_sharding`.
 
     Returns:

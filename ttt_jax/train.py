@@ -17,7 +17,8 @@ import jax
 import numpy as np
 from flax import nnx
 
-from ttt_jax import checkpoint, evaluate, metrics, optim, progress, sharding
+from ttt_jax import checkpoint, evaluate, metrics, optim, processes, progress, sharding
+from ttt_jax import config as config_lib
 from ttt_jax.metrics import note
 from ttt_jax.tasks import Result, Task, make_task
 from ttt_jax.train_step import Trainee, TrainState, init_state, make_train_step, make_trainee
@@ -55,11 +56,14 @@ def main(config: Any, workdir: str | os.PathLike[str]) -> int:
       The process's exit code, see the head of this module.
 
     Raises:
-      ValueError: the configuration breaks a rule; nothing was written.
+      ValueError: the configuration breaks a rule, or is another one in another process; nothing
+        was written.
       CheckpointError: `workdir` cannot be used, or a checkpoint could not be written.
     """
     # ------------------------------------------------------------------ configuration
     config.validate()
+    if not processes.all_equal(list(config_lib.to_json(config).encode())):
+        raise ValueError("the processes of this run were started with different flags")
     checkpoint.check_workdir(workdir, config)
     if (done := _finished_message(workdir, config.train.steps)) is not None:
         note(done)
@@ -76,7 +80,7 @@ def main(config: Any, workdir: str | os.PathLike[str]) -> int:
     # ------------------------------------------------------------------ data
     task = make_task(config)
     note(task.describe())
-    train_batches = task.batches("train")
+    train_batches = task.batches("train", mesh)
 
     # ------------------------------------------------------------------ model and optimizer
     averaged = config.train.ema_decay > 0
@@ -96,7 +100,8 @@ def main(config: Any, workdir: str | os.PathLike[str]) -> int:
         note(f"A new run in {workdir}")
     else:
         note(f"Resuming at step {int(state.step)} of {config.train.steps} in {workdir}")
-    checkpoint.write_config(workdir, config)
+    if processes.is_first():
+        checkpoint.write_config(workdir, config)
     log = metrics.MetricsLog(workdir, int(state.step))
 
     # ------------------------------------------------------------------ training
@@ -129,8 +134,7 @@ def main(config: Any, workdir: str | os.PathLike[str]) -> int:
             note(f"Picture: {path}")
         evaluate.write_report(workdir, int(state.step), result)
     log.close()
-    plot = metrics.plot_loss(workdir, name, task.loss_name)
-    if plot is not None:
+    if processes.is_first() and (plot := metrics.plot_loss(workdir, name, task.loss_name)):
         note(f"Loss plot: {plot}")
     return code
 
@@ -155,6 +159,7 @@ def _run_steps(run: _Run, state: TrainState) -> tuple[TrainState, int]:
             with reporter.timing("data"):
                 batch = next(run.batches)
             batch = sharding.place_batch(batch, run.placement)
+            asked_to_stop = processes.largest(run.stop.exit_code)
             state, values = train_step(state, batch)
         reporter.add(step, values)
         if train.eval_every and step % train.eval_every == 0 and step < train.steps:
@@ -164,7 +169,7 @@ def _run_steps(run: _Run, state: TrainState) -> tuple[TrainState, int]:
             note(f"step {step}: {result.summary}")
             reporter.restart()
         too_many = reporter.skipped_in_a_row > train.max_nonfinite_steps
-        code = EXIT_NOT_FINITE if too_many else run.stop.exit_code
+        code = EXIT_NOT_FINITE if too_many else int(asked_to_stop)
         if code:
             break
         if step % train.save_every == 0 and step < train.steps:

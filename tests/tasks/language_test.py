@@ -29,7 +29,7 @@ def evaluate(config, model, batches=None, **options):
     """Evaluates a model, on the given batches instead of the split if there are any."""
     task = make_task(config)
     if batches is not None:
-        task.batches = lambda split: batches
+        task.batches = lambda split, mesh: batches
     graphdef, params = nnx.split(model, nnx.Param)
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
     return task.evaluate(graphdef, nnx.to_pure_dict(params), {}, mesh, **options)

@@ -64,12 +64,13 @@ class Task(Protocol):
     def describe(self) -> str:
         """Returns one line about the data, its hash included."""
 
-    def batches(self, split: str) -> Iterator[dict[str, np.ndarray]]:
+    def batches(self, split: str, mesh: Mesh | None = None) -> Iterator[dict[str, np.ndarray]]:
         """Opens this process's share of a split, from its beginning.
 
         Args:
           split: "train": endless; the batch is a function of (seed, step) alone. "eval": every
             example once, the last batch filled up with rows of weight 0.
+          mesh: the device mesh, which says who reads which rows; None reads all of them here.
 
         Returns:
           A checkpointable iterator (`get_state`, `set_state`) of dicts of arrays, rows first.
@@ -113,24 +114,32 @@ class Task(Protocol):
         """Writes pictures of what the model does to `workdir`; returns their paths."""
 
 
-def rows_of_process(batch_size: int) -> int:
-    """Returns this process's rows of a batch.
+def rows_to_read(batch_size: int, mesh: Mesh | None) -> tuple[int, int, int]:
+    """Says which rows of each batch this process reads.
+
+    Args:
+      batch_size: rows of a batch, over all processes.
+      mesh: the device mesh; None for a process that reads all rows by itself.
+
+    Returns:
+      (rows to read, number of this block of rows, number of blocks); see `sharding.row_block`.
 
     Raises:
-      ValueError: the batch does not divide by the number of processes.
+      ValueError: the batch does not divide by the number of blocks.
 
-    >>> rows_of_process(8)
-    8
+    >>> rows_to_read(8, None)
+    (8, 0, 1)
     """
-    processes = jax.process_count()
-    if batch_size % processes:
+    block, blocks = (0, 1) if mesh is None else sharding.row_block(mesh)
+    if batch_size % blocks:
         raise ValueError(
-            f"config.data.batch_size={batch_size} must be a multiple of the {processes} processes"
+            f"config.data.batch_size={batch_size} must be a multiple of the {blocks} groups of "
+            "processes that read rows of their own"
         )
-    return batch_size // processes
+    return batch_size // blocks, block, blocks
 
 
 def place_whole_rows(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
     """Puts this process's rows of an evaluation batch on the devices of the mesh."""
-    rows = next(iter(batch.values())).shape[0] * jax.process_count()
+    rows = next(iter(batch.values())).shape[0] * sharding.row_block(mesh)[1]
     return sharding.place_batch(batch, sharding.batch_sharding(mesh, rows))

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ttt_jax.data import augment, image_sources
 from ttt_jax.data.image_decode import UnreadableImage
 from ttt_jax.data.images import check_readable, image_iterator
-from ttt_jax.tasks.base import Result, place_whole_rows, rows_of_process
+from ttt_jax.tasks.base import Result, place_whole_rows, rows_to_read
 from ttt_jax.tasks.class_scores import ClassScores
 from ttt_jax.tasks.image_grid import draw_predictions
 
@@ -74,16 +74,17 @@ class Classification:
             f"out, {len(train.classes)} classes, hash {train.hash[:8]}{held_out.hash[:8]}"
         )
 
-    def batches(self, split: str) -> Any:
+    def batches(self, split: str, mesh: Mesh | None = None) -> Any:
         """Opens this process's rows of a split, "train" or "eval" (see `Task.batches`)."""
+        rows, block, blocks = rows_to_read(self.data.batch_size, mesh)
         return image_iterator(
             self._splits[split],
             self.data,
             train=split == "train",
             image_size=self.model.image_size,
-            batch_size=rows_of_process(self.data.batch_size),
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
+            batch_size=rows,
+            process_index=block,
+            process_count=blocks,
         )
 
     def example(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -129,7 +130,7 @@ class Classification:
         scores = ClassScores(self._splits["eval"].classes)
         eval_step = _eval_step(mesh)
         with jax.set_mesh(mesh):
-            for number, batch in enumerate(self.batches("eval"), start=1):
+            for number, batch in enumerate(self.batches("eval", mesh), start=1):
                 out = eval_step(graphdef, params, buffers, place_whole_rows(batch, mesh))
                 scores.add(*(np.asarray(x) for x in out))
                 if number == max_batches:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ttt_jax.data import text
 from ttt_jax.data.tokenizers import load_tokenizer
 from ttt_jax.objective import make_token_loss, token_losses
-from ttt_jax.tasks.base import Result, place_whole_rows, rows_of_process
+from ttt_jax.tasks.base import Result, place_whole_rows, rows_to_read
 
 Batch = dict[str, jax.Array]
 
@@ -51,17 +51,18 @@ class Language:
         corpus = text.corpus_hash(self.data, self.tokenizer)
         return f"Text: {self.data.source!r} as {self.data.tokenizer}, hash {corpus}"
 
-    def batches(self, split: str) -> Any:
+    def batches(self, split: str, mesh: Mesh | None = None) -> Any:
         """Opens this process's rows of a split, "train" or "eval" (see `Task.batches`)."""
+        rows, block, blocks = rows_to_read(self.data.batch_size, mesh)
         return text.text_iterator(
             self.data,
             self.tokenizer,
             split=split,
             sequence_length=self.data.sequence_length,
-            batch_size=rows_of_process(self.data.batch_size),
+            batch_size=rows,
             seed=self.data.shuffle_seed,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
+            process_index=block,
+            process_count=blocks,
         )
 
     def example(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -96,7 +97,7 @@ class Language:
         sums = Sums()
         eval_step = _eval_step(mesh, self.loss_chunk, self.data.separates_documents())
         with jax.set_mesh(mesh):
-            for number, batch in enumerate(self.batches("eval"), start=1):
+            for number, batch in enumerate(self.batches("eval", mesh), start=1):
                 out = eval_step(graphdef, params, buffers, place_whole_rows(batch, mesh))
                 sums.add(*(np.asarray(x) for x in out))
                 if number == max_batches:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ttt_jax.data.camera_paths import swing
 from ttt_jax.data.views import ViewSource, batch_shapes
 from ttt_jax.models.lact_nvs import Cameras, LactNVSConfig
-from ttt_jax.tasks.base import Result, place_whole_rows, rows_of_process
+from ttt_jax.tasks.base import Result, place_whole_rows, rows_to_read
 from ttt_jax.tasks.view_pictures import draw_strip, draw_turntable
 from ttt_jax.tasks.view_scores import ViewScores, psnr, ssim, trivial_answers
 
@@ -75,10 +75,9 @@ class Views:
             f"{found.skipped_views} views, hash {found.hash}"
         )
 
-    def batches(self, split: str) -> Any:
+    def batches(self, split: str, mesh: Mesh | None = None) -> Any:
         """Opens this process's rows of a split, "train" or "eval" (see `Task.batches`)."""
-        rows = rows_of_process(self.data.batch_size)
-        return self._source.batches(split, rows, jax.process_index(), jax.process_count())
+        return self._source.batches(split, *rows_to_read(self.data.batch_size, mesh))
 
     def example(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns shapes and dtypes of a batch, without opening the scenes."""
@@ -118,7 +117,7 @@ class Views:
         scores = ViewScores(self._source.examples("eval").names())
         eval_step = _eval_step(mesh, self.data.input_views)
         with jax.set_mesh(mesh):
-            for number, batch in enumerate(self.batches("eval"), start=1):
+            for number, batch in enumerate(self.batches("eval", mesh), start=1):
                 out = eval_step(graphdef, params, buffers, place_whole_rows(batch, mesh))
                 scores.add(*jax.tree.map(np.asarray, out))
                 if number == max_batches:
