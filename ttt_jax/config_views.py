@@ -29,6 +29,10 @@ class ViewsConfig:
       eval_scenes: scenes of an evaluation with "builtin".
       centre_cameras: express each example's cameras in the mean frame of its input views, with the
         farthest of them at distance 1; for scenes of arbitrary place and scale (RealEstate10K).
+      lpips_file: .npz of the weights for LPIPS (see `ttt_jax.tasks.lpips`), which is then part of
+        every evaluation; "" for none.
+      lpips_weight: of LPIPS in the loss, beside the squared error; 0 leaves it out. Official
+        training has 1, from step 5,000 on.
       batch_size: scenes of one optimizer step, over all processes and accumulation steps, B.
       shuffle_seed: seed of the order of the scenes and of the views.
       num_workers: reader processes; 0 reads in the training process.
@@ -47,6 +51,8 @@ class ViewsConfig:
     eval_fraction: float = 0.1
     eval_scenes: int = 32
     centre_cameras: bool = False
+    lpips_file: str = ""
+    lpips_weight: float = 0.0
     batch_size: int = 8
     shuffle_seed: int = 0
     num_workers: int = 0
@@ -63,6 +69,10 @@ class ViewsConfig:
             _check(value in allowed, name, value, f"must be one of {allowed}")
         fraction = self.eval_fraction
         _check(0 < fraction < 1, "eval_fraction", fraction, "must lie in (0, 1)")
+        weight = self.lpips_weight
+        _check(0 <= weight < float("inf"), "lpips_weight", weight, "must be a number >= 0")
+        rule = "needs the network's weights: name their file in config.data.lpips_file"
+        _check(not weight or bool(self.lpips_file), "lpips_weight", weight, rule)
         builtin = self.source == "builtin"
         rule = 'name "builtin", a camera file, a list of them, or a folder'
         _check(bool(self.source), "source", self.source, rule)

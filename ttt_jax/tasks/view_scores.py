@@ -12,6 +12,7 @@ _WINDOW, _SIGMA = 11, 1.5  # of SSIM's Gaussian, in pixels
 _C1, _C2 = 0.01**2, 0.03**2
 _LEAST_ERROR = 1e-10  # mean square error of an exact rendering: 100 dB, so that means stay finite
 ANSWERS = ("model", "mean_colour", "nearest_view")
+SCORES = ("psnr", "ssim", "lpips")
 
 
 def psnr(images: jax.Array, references: jax.Array) -> jax.Array:
@@ -109,7 +110,8 @@ class ViewScores:
         """Adds a batch.
 
         Args:
-          scores: "ANSWER_psnr" and "ANSWER_ssim" -> [batch], means over an example's views.
+          scores: "ANSWER_psnr", "ANSWER_ssim" and, where it is computed, "ANSWER_lpips" ->
+            [batch], means over an example's views.
           scenes: [batch], numbers of the examples.
           weights: [batch]; rows of weight 0 are left out.
         """
@@ -133,7 +135,8 @@ class ViewScores:
             for name, rows in by_scene.items()
         }
         means = {key: float(np.mean([s[key] for s in scenes.values()])) for key in self._rows[0][1]}
-        order = [f"{answer}_{score}" for score in ("psnr", "ssim") for answer in ANSWERS]
+        order = [f"{answer}_{score}" for score in SCORES for answer in ANSWERS]
+        order = [key for key in order if key in means]
         metrics = {key.removeprefix("model_"): means[key] for key in order}
         lines = [f"{'scene':<32}  {'PSNR':>6}  {'SSIM':>6}  {'mean colour':>11}  nearest view"]
         for name, s in scenes.items():
@@ -141,10 +144,11 @@ class ViewScores:
                 f"{name[-32:]:<32}  {s['model_psnr']:>6.2f}  {s['model_ssim']:>6.3f}  "
                 f"{s['mean_colour_psnr']:>11.2f}  {s['nearest_view_psnr']:>12.2f}"
             )
+        lpips = f", LPIPS {metrics['lpips']:.3f}" if "lpips" in metrics else ""
         return Result(
             metrics=metrics,
-            summary=f"held-out PSNR {metrics['psnr']:.2f} dB, SSIM {metrics['ssim']:.3f} over "
-            f"{len(scenes)} scenes; mean colour {metrics['mean_colour_psnr']:.2f} dB, nearest "
+            summary=f"held-out PSNR {metrics['psnr']:.2f} dB, SSIM {metrics['ssim']:.3f}{lpips} "
+            f"over {len(scenes)} scenes; mean colour {metrics['mean_colour_psnr']:.2f} dB, nearest "
             f"input view {metrics['nearest_view_psnr']:.2f} dB",
             table="\n".join(lines),
             details={"scenes": [{"name": name} | values for name, values in scenes.items()]},

@@ -1,4 +1,4 @@
-"""View synthesis: the squared error of rendered views; PSNR and SSIM over held-out scenes."""
+"""View synthesis: the squared error of rendered views; PSNR, SSIM, LPIPS of held-out scenes."""
 
 import functools
 import pathlib
@@ -14,6 +14,7 @@ from ttt_jax.data.camera_paths import swing
 from ttt_jax.data.views import ViewSource, batch_shapes
 from ttt_jax.models.lact_nvs import Cameras, LactNVSConfig
 from ttt_jax.tasks.base import Result, place_whole_rows, rows_to_read
+from ttt_jax.tasks.lpips import load_lpips, lpips
 from ttt_jax.tasks.view_pictures import draw_strip, draw_turntable
 from ttt_jax.tasks.view_scores import ViewScores, psnr, ssim, trivial_answers
 
@@ -40,7 +41,8 @@ class Views:
           config: a `ttt_jax.config.Config` whose data is a `ViewsConfig`.
 
         Raises:
-          ValueError: the model renders no views, or its patches do not divide the images.
+          ValueError: the model renders no views, its patches do not divide the images, or the file
+            of LPIPS weights cannot be used.
         """
         self.data = config.data
         if not isinstance(config.model, LactNVSConfig):
@@ -55,6 +57,9 @@ class Views:
                     f"config.data.{name}={size} must be a multiple of config.model.patch_size="
                     f"{patch}"
                 )
+
+        # Read at once: a run must not fail over it at its first evaluation.
+        self._lpips = load_lpips(self.data.lpips_file) if self.data.lpips_file else None
 
     @functools.cached_property
     def _source(self) -> ViewSource:
@@ -89,7 +94,8 @@ class Views:
     ) -> tuple[jax.Array, dict[str, Any]]:
         """Sums over target views their mean squared error, and counts them (see `Task.loss`).
 
-        The statistic is psnr, the mean over scenes of −10 log10 of the scene's error.
+        With `lpips_weight` that times the view's LPIPS is added. The statistic is psnr, the mean
+        over scenes of −10 log10 of the scene's error.
         """
         images, cameras, target_images, targets = split_views(batch, self.data.input_views)
         out = model(images, cameras, targets)
@@ -97,8 +103,13 @@ class Views:
         weights, views = batch["weights"], out.shape[1]
         rows = jnp.sum(weights)
         decibels = -10 * jnp.log10(jnp.maximum(errors, 1e-10))
-        mean = jnp.sum(weights * decibels) / jnp.maximum(rows, 1)
-        return views * jnp.sum(weights * errors), {"count": views * rows, "psnr": mean}
+        stats = {"count": views * rows}
+        stats["psnr"] = jnp.sum(weights * decibels) / jnp.maximum(rows, 1)
+        if self.data.lpips_weight:
+            distances = jnp.mean(lpips(self._lpips, out, target_images), axis=1)
+            errors = errors + self.data.lpips_weight * distances
+            stats["lpips"] = jnp.sum(weights * distances) / jnp.maximum(rows, 1)
+        return views * jnp.sum(weights * errors), stats
 
     def flops_per_step(self, model: nnx.Module) -> float:
         """Counts every scene of a batch."""
@@ -109,13 +120,13 @@ class Views:
     def evaluate(
         self, graphdef: nnx.GraphDef, params: Any, buffers: Any, mesh: Mesh, max_batches: int = 0
     ) -> Result:
-        """Computes PSNR and SSIM of each held-out scene, and of the trivial answers.
+        """Computes PSNR, SSIM and, with its weights, LPIPS of held-out scenes and trivial answers.
 
         Raises:
           ValueError: no held-out scene can be read.
         """
         scores = ViewScores(self._source.examples("eval").names())
-        eval_step = _eval_step(mesh, self.data.input_views)
+        eval_step = _eval_step(mesh, self.data.input_views, self.data.lpips_file)
         with jax.set_mesh(mesh):
             for number, batch in enumerate(self.batches("eval", mesh), start=1):
                 out = eval_step(graphdef, params, buffers, place_whole_rows(batch, mesh))
@@ -180,8 +191,9 @@ def split_views(batch: Any, inputs: int) -> tuple[jax.Array, Cameras, jax.Array,
 
 
 @functools.cache
-def _eval_step(mesh: Mesh, inputs: int) -> Any:
+def _eval_step(mesh: Mesh, inputs: int, lpips_file: str) -> Any:
     """Compiles the scores of each row; the result is whole on every process."""
+    weights = load_lpips(lpips_file) if lpips_file else None
 
     def eval_step(graphdef, params, buffers, batch):
         images, cameras, target_images, targets = split_views(batch, inputs)
@@ -191,6 +203,8 @@ def _eval_step(mesh: Mesh, inputs: int) -> Any:
         for name, answer in answers.items():
             scores[f"{name}_psnr"] = jnp.mean(psnr(answer, target_images), axis=1)
             scores[f"{name}_ssim"] = jnp.mean(ssim(answer, target_images), axis=1)
+            if weights is not None:
+                scores[f"{name}_lpips"] = jnp.mean(lpips(weights, answer, target_images), axis=1)
         return scores, batch["scenes"], batch["weights"]
 
     whole = NamedSharding(mesh, PartitionSpec())
