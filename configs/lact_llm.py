@@ -17,22 +17,11 @@ The large sizes want --config.data.source=... and --config.data.tokenizer=... (3
 20,000 steps of 32,768-token rows are the paper's length for 760m.
 """
 
-from ttt_jax.config import Config, DataConfig, OptimizerConfig, TrainConfig
+from ttt_jax import recipes
+from ttt_jax.config import Config
 from ttt_jax.models import lact_llm
 
 
 def get_config(size: str = "tiny") -> Config:
     """Returns the configuration of one size: "tiny", "125m", "760m" or "3b"."""
-    if size == "tiny":
-        return Config(
-            model=lact_llm.preset("tiny"),
-            data=DataConfig(sequence_length=512, batch_size=2, eval_fraction=0.03),
-            optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=20),
-            train=TrainConfig(steps=240, log_every=20, save_every=80),
-        )
-    return Config(
-        model=lact_llm.preset(size, dtype="bfloat16", remat="full"),
-        data=DataConfig(sequence_length=32768, batch_size=32, num_workers=4),
-        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=1024),
-        train=TrainConfig(steps=20000, eval_every=1000, eval_batches=16, loss_chunk=2048),
-    )
+    return recipes.text(lact_llm.preset, size)
