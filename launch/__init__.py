@@ -1,4 +1,4 @@
-"""The programs, one a module with ``main(argv)`` and ``cli()``; installed as ttt_jax.launch."""
+"""The programs, one a module with ``main()``; installed as ttt_jax.launch."""
 
 import pathlib
 import runpy

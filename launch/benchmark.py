@@ -8,12 +8,10 @@ Without --size the shapes are LaCT-760M's on a Hopper GPU and small ones anywher
 
 import dataclasses
 import pathlib
-import sys
-from collections.abc import Sequence
 
-from absl import app, flags
+from absl import flags
 
-from ttt_jax import tables
+from ttt_jax import programs, tables
 from ttt_jax.benchmark import suites
 from ttt_jax.benchmark.plot import plot
 
@@ -28,13 +26,11 @@ _BACKWARD = flags.DEFINE_bool("backward", True, "also time forward + backward")
 _KERNELS = flags.DEFINE_bool("kernel_times", False, "ask CUPTI for kernel times (NVIDIA GPUs)")
 
 
-def main(argv: Sequence[str]) -> None:
+def main() -> None:
     """Runs the suites, prints their tables and saves them with --out."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {list(argv[1:])}")
     unknown = set(_SUITE.value) - set(suites.SUITES)
     if unknown:
-        sys.exit(f"error: --suite={sorted(unknown)} must be among {sorted(suites.SUITES)}")
+        raise ValueError(f"--suite={sorted(unknown)} must be among {sorted(suites.SUITES)}")
     name = _SIZE.value or suites.default_size()
     size = suites.SIZES[name]
     if _TOKENS.value is not None:
@@ -53,10 +49,5 @@ def main(argv: Sequence[str]) -> None:
             plot(rows, pathlib.Path(_OUT.value) / f"{suite}.png", title)
 
 
-def cli() -> None:
-    """Entry point of the installed program."""
-    app.run(main)
-
-
 if __name__ == "__main__":
-    cli()
+    programs.run(main)

@@ -8,13 +8,10 @@ Fields of the configuration are overridden as in training, --config.part.field=v
 is 1 where the program does not fit.
 """
 
-import sys
-from collections.abc import Sequence
-
-from absl import app, flags, logging
+from absl import flags
 from ml_collections import config_flags
 
-from ttt_jax import config_files
+from ttt_jax import programs
 from ttt_jax.compile_check import check
 from ttt_jax.compile_check.program import STEPS
 
@@ -27,30 +24,17 @@ _STEP = flags.DEFINE_enum("step", "train", STEPS, "what to compile")
 _OUTPUT = flags.DEFINE_string("output", None, "folder for the report, Markdown and CSV")
 
 
-def main(argv: Sequence[str]) -> None:
-    """Compiles, prints the report and exits with its code; an error is one line and code 1."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {list(argv[1:])}")
-    if _CONFIG.value is None:
-        raise app.UsageError("--config is missing, for example --config=configs/lact_llm.py:760m")
-    try:
-        code = check.main(
-            _CONFIG.value,
-            _TOPOLOGY.value,
-            mesh=_MESH.value,
-            step=_STEP.value,
-            output=_OUTPUT.value,
-        )
-    except (ValueError, OSError) as error:
-        logging.debug("traceback (shown with --verbosity=1)", exc_info=True)
-        sys.exit(f"error: {error}")
-    sys.exit(code)
-
-
-def cli() -> None:
-    """Entry point of the installed program."""
-    app.run(main, flags_parser=config_files.parse_flags)
+def main() -> int:
+    """Compiles and prints the report; the exit code is 0 where the program fits."""
+    programs.require(_CONFIG, "configs/lact_llm.py:760m")
+    return check.main(
+        _CONFIG.value,
+        _TOPOLOGY.value,
+        mesh=_MESH.value,
+        step=_STEP.value,
+        output=_OUTPUT.value,
+    )
 
 
 if __name__ == "__main__":
-    cli()
+    programs.run(main)

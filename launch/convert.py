@@ -8,14 +8,10 @@ new: evaluate.py and generate.py read it, and train.py with the same --config go
 weights. With --export it is a run's, and the file (or folder, for a language model) is new.
 """
 
-import sys
-from collections.abc import Sequence
-
-from absl import app, flags, logging
+from absl import flags
 from ml_collections import config_flags
 
-from ttt_jax import config_files, convert
-from ttt_jax.checkpoint import CheckpointError
+from ttt_jax import convert, programs
 
 _CONFIG = config_flags.DEFINE_config_file("config", help_string="configs/NAME.py:size")
 _WORKDIR = flags.DEFINE_string("workdir", None, "folder of the run", required=True)
@@ -25,32 +21,18 @@ _STEP = flags.DEFINE_integer("step", None, "checkpoint to export; the newest by 
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16", "float16"], "of --export")
 
 
-def main(argv: Sequence[str]) -> None:
-    """Converts and says how much; an error is one line and code 1, and nothing is written."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {list(argv[1:])}")
+def main() -> None:
+    """Converts and says how much; after an error nothing is written."""
     if (_OFFICIAL.value is None) == (_EXPORT.value is None):
-        raise app.UsageError("give one of --official (to read) and --export (to write)")
-    if _OFFICIAL.value is not None and _CONFIG.value is None:
-        raise app.UsageError("--config is missing: it says which model the weights are of")
-    try:
-        if _OFFICIAL.value is not None:
-            count = convert.import_weights(_CONFIG.value, _OFFICIAL.value, _WORKDIR.value)
-            print(f"{_WORKDIR.value}: {count:,} numbers of {_OFFICIAL.value}, as step 0")
-        else:
-            count = convert.export_weights(
-                _WORKDIR.value, _EXPORT.value, _STEP.value, _DTYPE.value
-            )
-            print(f"{_EXPORT.value}: {count} tensors of {_WORKDIR.value} in {_DTYPE.value}")
-    except (ValueError, OSError, CheckpointError) as error:
-        logging.debug("traceback (shown with --verbosity=1)", exc_info=True)
-        sys.exit(f"error: {error}")
-
-
-def cli() -> None:
-    """Entry point of the installed program."""
-    app.run(main, flags_parser=config_files.parse_flags)
+        raise ValueError("give one of --official (to read) and --export (to write)")
+    if _OFFICIAL.value is not None:
+        programs.require(_CONFIG, "configs/lact_llm.py:760m")
+        count = convert.import_weights(_CONFIG.value, _OFFICIAL.value, _WORKDIR.value)
+        print(f"{_WORKDIR.value}: {count:,} numbers of {_OFFICIAL.value}, as step 0")
+    else:
+        count = convert.export_weights(_WORKDIR.value, _EXPORT.value, _STEP.value, _DTYPE.value)
+        print(f"{_EXPORT.value}: {count} tensors of {_WORKDIR.value} in {_DTYPE.value}")
 
 
 if __name__ == "__main__":
-    cli()
+    programs.run(main)

@@ -5,13 +5,10 @@
 Several --prompt flags go through the model as one batch.
 """
 
-import sys
-from collections.abc import Sequence
+from absl import flags
 
-from absl import app, flags
-
-from ttt_jax import config_files
-from ttt_jax.checkpoint import CheckpointError, load_model
+from ttt_jax import programs
+from ttt_jax.checkpoint import load_model
 from ttt_jax.data.tokenizers import load_tokenizer
 from ttt_jax.generate import Sampling, generate_text
 
@@ -25,32 +22,22 @@ _TOP_P = flags.DEFINE_float("top_p", 1.0, "draw among the fewest tokens of proba
 _SEED = flags.DEFINE_integer("seed", 0, "seed of the random numbers")
 
 
-def main(argv: Sequence[str]) -> None:
+def main() -> None:
     """Prints each prompt with its continuation, then the throughput."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {list(argv[1:])}")
-    try:
-        sampling = Sampling(temperature=_TEMPERATURE.value, top_k=_TOP_K.value, top_p=_TOP_P.value)
-        config, model, step = load_model(_WORKDIR.value, _STEP.value)
-        texts, result = generate_text(
-            model,
-            load_tokenizer(config.data.tokenizer),
-            _PROMPT.value,
-            max_new_tokens=_MAX_NEW_TOKENS.value,
-            sampling=sampling,
-            seed=_SEED.value,
-        )
-    except (ValueError, NotImplementedError, OSError, CheckpointError) as error:
-        sys.exit(f"error: {error}")
+    sampling = Sampling(temperature=_TEMPERATURE.value, top_k=_TOP_K.value, top_p=_TOP_P.value)
+    config, model, step = load_model(_WORKDIR.value, _STEP.value)
+    texts, result = generate_text(
+        model,
+        load_tokenizer(config.data.tokenizer),
+        _PROMPT.value,
+        max_new_tokens=_MAX_NEW_TOKENS.value,
+        sampling=sampling,
+        seed=_SEED.value,
+    )
     for prompt, text in zip(_PROMPT.value, texts, strict=True):
         print(f"{prompt}{text}\n")
     print(f"step {step}; {result.summary()}")
 
 
-def cli() -> None:
-    """Entry point of the installed program."""
-    app.run(main, flags_parser=config_files.parse_flags)
-
-
 if __name__ == "__main__":
-    cli()
+    programs.run(main)

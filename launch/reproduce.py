@@ -7,11 +7,10 @@ The same command goes on where it was stopped; what one experiment has trained, 
 """
 
 import sys
-from collections.abc import Sequence
 
-from absl import app, flags, logging
+from absl import flags
 
-from ttt_jax import config_files
+from ttt_jax import programs
 from ttt_jax.experiments import reproduce
 from ttt_jax.experiments.systems import SCALES, TASKS
 
@@ -29,35 +28,23 @@ _SET = flags.DEFINE_multi_string(
 )
 
 
-def main(argv: Sequence[str]) -> None:
-    """Runs the experiments and exits with their code; an error is one line and code 1."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {list(argv[1:])}")
-    try:
-        code = reproduce.main(
-            reproduce.Options(
-                experiments=tuple(_EXPERIMENT.value),
-                scale=_SCALE.value,
-                tasks=tuple(_TASKS.value),
-                models=tuple(_MODELS.value),
-                seeds=_SEEDS.value,
-                fields=reproduce.parse_fields(_SET.value),
-                jobs=_JOBS.value,
-                part=tuple(int(number) for number in _PART.value),
-                command=sys.argv,
-            ),
-            _WORKDIR.value,
-        )
-    except (ValueError, OSError) as error:
-        logging.debug("traceback (shown with --verbosity=1)", exc_info=True)
-        sys.exit(f"error: {error}")
-    sys.exit(code)
-
-
-def cli() -> None:
-    """Entry point of the installed program."""
-    app.run(main, flags_parser=config_files.parse_flags)
+def main() -> int:
+    """Runs the experiments; the exit code is theirs."""
+    return reproduce.main(
+        reproduce.Options(
+            experiments=tuple(_EXPERIMENT.value),
+            scale=_SCALE.value,
+            tasks=tuple(_TASKS.value),
+            models=tuple(_MODELS.value),
+            seeds=_SEEDS.value,
+            fields=reproduce.parse_fields(_SET.value),
+            jobs=_JOBS.value,
+            part=tuple(int(number) for number in _PART.value),
+            command=sys.argv,
+        ),
+        _WORKDIR.value,
+    )
 
 
 if __name__ == "__main__":
-    cli()
+    programs.run(main)

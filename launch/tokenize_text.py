@@ -7,11 +7,9 @@ The folder appears under its name once it is complete. metadata.json in it holds
 hash: training with another tokenizer is an error.
 """
 
-import sys
-from collections.abc import Sequence
+from absl import flags
 
-from absl import app, flags
-
+from ttt_jax import programs
 from ttt_jax.data.tokenize import leftovers, write_shards
 from ttt_jax.data.tokenizers import load_tokenizer
 
@@ -31,23 +29,18 @@ _SKIP_EMPTY = flags.DEFINE_bool(
 )
 
 
-def main(argv: Sequence[str]) -> None:
-    """Writes the shards and says what is in them; an error in the input is one line and code 1."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {list(argv[1:])}")
+def main() -> None:
+    """Writes the shards and says what is in them."""
     for path in leftovers(_OUTPUT.value):
         print(f"{path} was left behind by a run that was killed, or belongs to one that is "
               "at work; delete it in the first case")  # fmt: skip
-    try:
-        metadata = write_shards(
-            _SOURCE.value,
-            load_tokenizer(_TOKENIZER.value),
-            _OUTPUT.value,
-            shard_tokens=_SHARD_TOKENS.value,
-            skip_empty=_SKIP_EMPTY.value,
-        )
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+    metadata = write_shards(
+        _SOURCE.value,
+        load_tokenizer(_TOKENIZER.value),
+        _OUTPUT.value,
+        shard_tokens=_SHARD_TOKENS.value,
+        skip_empty=_SKIP_EMPTY.value,
+    )
     skipped = f", {metadata['skipped']:,} empty documents left out" if metadata["skipped"] else ""
     print(
         f"{_OUTPUT.value}: {metadata['documents']:,} documents, {metadata['tokens']:,} tokens in "
@@ -55,10 +48,5 @@ def main(argv: Sequence[str]) -> None:
     )
 
 
-def cli() -> None:
-    """Entry point of the installed program."""
-    app.run(main)
-
-
 if __name__ == "__main__":
-    cli()
+    programs.run(main)

@@ -122,6 +122,23 @@ def parse(*flags):
     return subprocess.run(command, env=program_environment(), capture_output=True, text=True)
 
 
+@pytest.mark.parametrize(
+    "program, message",
+    [
+        ("def get_config(", "SyntaxError: .*line 1"),
+        ("import missing_module", "ModuleNotFoundError: .*missing_module"),
+        ("def get_config(): return 3", "must return a ttt_jax.config.Config, not 3"),
+        ("def get_config(size): raise ValueError(f'no {size}')", "test.py:a: no a"),
+    ],
+)
+def test_a_broken_configuration_file_is_named(program, message, tmp_path):
+    path = tmp_path / "test.py"
+    path.write_text(program)
+    size = ":a" if "size" in program else ""
+    with pytest.raises(ValueError, match=f"--config=.*{message}"):
+        config_files.resolve_flags(["program", f"--config={path}{size}"])
+
+
 def test_flags_override_any_field():
     done = parse(
         "--config=configs/lact_llm.py:tiny", "--config.train.steps=7", "--config.model.variant=6",

@@ -1,12 +1,17 @@
 """What the programs in launch/ share: finding configuration files, and a quiet log."""
 
+import dataclasses
 import pathlib
+import pydoc
+import re
 import runpy
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from absl import app, flags, logging
+from absl import flags, logging
+
+from ttt_jax.config import Config
 
 
 def config_folder() -> pathlib.Path:
@@ -45,15 +50,25 @@ def resolve(value: str) -> str:
 def resolve_flags(argv: Sequence[str]) -> list[str]:
     """Applies `resolve` to the ``--config`` flag of a command line, in both of its spellings.
 
+    The file is run once here, so that its errors are `load`'s.
+
+    Raises:
+      ValueError: as of `load`.
+
     >>> resolve_flags(["prog", "--workdir=x"])
     ['prog', '--workdir=x']
     """
     out = list(argv)
     for index, word in enumerate(out):
         if word.startswith(("--config=", "-config=")):
-            out[index] = "--config=" + resolve(word.partition("=")[2])
+            value = word.partition("=")[2]
+            out[index] = f"--config={resolve(value)}"
         elif word in ("--config", "-config") and index + 1 < len(out):
-            out[index + 1] = resolve(out[index + 1])
+            value = out[index + 1]
+            out[index + 1] = resolve(value)
+        else:
+            continue
+        load(value)
     return out
 
 
@@ -67,21 +82,30 @@ def load(value: str) -> Any:
       The configuration, a `ttt_jax.config.Config`.
 
     Raises:
-      ValueError: there is no such file or no such size.
+      ValueError: there is no such file or size, or its program fails or returns something else.
 
     >>> load("transformer:tiny").train.steps > 0
     True
     """
     name, _, size = resolve(value).partition(":")
-    return runpy.run_path(name)["get_config"](*([size] if size else []))
+    try:
+        made = runpy.run_path(name)["get_config"](*([size] if size else []))
+    except Exception as error:  # whatever a user's program raises
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise ValueError(f"--config={value}: {kind}{error}") from error
+    if not isinstance(made, Config):
+        raise ValueError(
+            f"--config={value}: get_config must return a ttt_jax.config.Config, not {made!r}"
+        )
+    return made
 
 
 def parse_flags(argv: Sequence[str]) -> list[str]:
     """Parses a command line for `absl.app.run(main, flags_parser=parse_flags)`.
 
-    Finds the --config file from any folder (`resolve_flags`), ends with one line where the file,
-    its size or a field does not exist, and hides other packages' INFO lines (Orbax writes forty
-    for each checkpoint) unless --verbosity is given.
+    Finds the --config file from any folder (`resolve_flags`), ends with one line where a flag, the
+    file, its size or a field does not exist, and hides other packages' INFO lines (Orbax writes
+    forty for each checkpoint) unless --verbosity is given.
 
     Args:
       argv: the command line.
@@ -90,9 +114,22 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
       The arguments that are no flags, the program's name first.
     """
     try:
-        rest = app.parse_flags_with_usage(resolve_flags(argv))
+        rest = flags.FLAGS(resolve_flags(argv))
+    except flags.Error as error:
+        missing = r"flag --(\w+)=None: Flag .* other than None\."
+        text = " ".join(re.sub(missing, r"--\1 is missing.", str(error)).split())
+        sys.exit(f"error: {text} --help lists the flags.")
     except (KeyError, ValueError, AttributeError) as error:
-        sys.exit(f"error: {error.args[0] if error.args else error}")
+        sys.exit(f"error: {_with_fields(str(error.args[0]))}")
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)
     return rest
+
+
+def _with_fields(message: str) -> str:
+    """Adds what fields there are to a message that names the class that lacks one."""
+    named = re.search(r"<class '([\w.]+)'>", message)
+    found = pydoc.locate(named[1]) if named else None
+    if not dataclasses.is_dataclass(found):
+        return message
+    return f"{message}; its fields are {', '.join(f.name for f in dataclasses.fields(found))}"
