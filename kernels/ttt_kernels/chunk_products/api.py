@@ -15,10 +15,11 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from ttt_kernels.chunk_products import reference, vjp, xla
+from ttt_kernels import compat
+from ttt_kernels.chunk_products import mosaic_gpu, reference, vjp, xla
 
-Implementation = Literal["reference", "xla"]
-_BACKENDS = {"xla": xla}
+Implementation = Literal["reference", "xla", "mosaic_gpu"]
+_BACKENDS = {"xla": xla, "mosaic_gpu": mosaic_gpu.Kernels()}
 _logger = logging.getLogger("ttt_kernels")
 
 
@@ -39,9 +40,10 @@ def chunk_summaries(
       chunk_size: tokens a chunk, >= 1; the last chunk may be shorter.
       dtype: of the result, floating; None is float32 (float64 for float64 inputs). Sums are made
         in float32 or wider whatever it is.
-      implementation: "reference" (token by token), "xla" (batched products, any device), or None,
-        which picks the fastest that runs here and logs the choice once. A named implementation
-        never falls back.
+      implementation: "reference" (token by token), "xla" (batched products, any device),
+        "mosaic_gpu" (kernels for Hopper GPUs: bfloat16, widths up to 768), or None, which picks
+        the fastest that runs here and logs the choice once. A named implementation never falls
+        back.
 
     Returns:
       [batch, heads, chunks, key_dim, value_dim] in `dtype`; differentiable in k and v.
@@ -70,7 +72,8 @@ def chunk_summaries(
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"dtype={dtype} must be a float or None")
     k, v = k.astype(common), v.astype(common)
-    implementation = _choose(implementation, "chunk_summaries")
+    problem = mosaic_gpu.unsupported(common, k.shape[-1], v.shape[-1])
+    implementation = _choose(implementation, "chunk_summaries", problem)
     with jax.named_scope(f"chunk_summaries_{implementation}"):
         if implementation == "reference":
             return reference.summaries(k, v, chunk_size, dtype)
@@ -123,7 +126,9 @@ def chunk_outputs(
         )
     if not jnp.issubdtype(states.dtype, jnp.floating):
         raise ValueError(f"states has dtype {states.dtype}; it must be a float, cast it first")
-    implementation = _choose(implementation, "chunk_outputs")
+    value_dim = states.shape[-2 if transposed else -1]
+    problem = mosaic_gpu.unsupported(q.dtype, key_dim, value_dim)
+    implementation = _choose(implementation, "chunk_outputs", problem)
     with jax.named_scope(f"chunk_outputs_{implementation}"):
         if implementation == "reference":
             return reference.outputs(q, states, chunk_size, transposed)
@@ -143,14 +148,21 @@ def _check_chunk_size(chunk_size: int) -> None:
         raise ValueError(f"chunk_size={chunk_size!r} must be an int >= 1")
 
 
-def _choose(implementation: str | None, operation: str) -> str:
-    """The name of the implementation that runs the call."""
+def _choose(implementation: str | None, operation: str, problem: str | None) -> str:
+    """The name of the implementation that runs the call; `problem`: why the kernels cannot."""
+    problem = problem or compat.hopper_problem()
     if implementation is None:
-        implementation, reason = "xla", "it runs on any device"
+        reason = problem or "the kernels have not been timed on a chip; they run by name"
+        implementation = "xla"
         _log_choice(operation, implementation, reason)
     names = ("reference", *_BACKENDS)
     if implementation not in names:
         raise ValueError(f"implementation={implementation!r} must be one of {names} or None")
+    if implementation == "mosaic_gpu" and problem:
+        raise NotImplementedError(
+            f"{operation} cannot run by implementation='mosaic_gpu' here: {problem}; "
+            "implementation='xla' can"
+        )
     return implementation
 
 

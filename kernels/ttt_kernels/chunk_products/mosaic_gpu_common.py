@@ -1,0 +1,55 @@
+"""What the two kernels of the chunk products share: tiles and the loading side of a ring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ttt_kernels import compat
+from ttt_kernels.chunk_products.tiling import BLOCK
+
+MEMORY_REGISTERS = 40
+
+
+def tile(*shape: int):
+    """A bf16 buffer in shared memory, swizzled for wgmma."""
+    plgpu = compat.mosaic_gpu()
+    transforms = (plgpu.TilingTransform((8, BLOCK)), plgpu.SwizzleTransform(128))
+    return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
+
+
+def ring(steps, free, first: int, stages: int) -> Callable:
+    """Decorator that runs `load(step, slot)` for each step, when the slot has been released.
+
+    Args:
+      steps: number of steps, may be traced.
+      free: barriers at which consumers release the slots.
+      first: index of slot 0's barrier.
+      stages: slots.
+    """
+    plgpu = compat.mosaic_gpu()
+
+    def run(load) -> None:
+        @pl.loop(0, steps)
+        def _(step):
+            slot = lax.rem(step, jnp.int32(stages))
+
+            @pl.when(step >= stages)
+            def _():
+                plgpu.barrier_wait(free.at[first + slot])
+
+            load(step, slot)
+
+    return run
+
+
+def drain(steps, free, first: int, stages: int) -> None:
+    """Waits for the last releases: a producer must outlive its consumers' arrivals."""
+    plgpu = compat.mosaic_gpu()
+
+    @pl.loop(lax.max(steps - stages, jnp.int32(0)), steps)
+    def _(step):
+        plgpu.barrier_wait(free.at[first + lax.rem(step, jnp.int32(stages))])

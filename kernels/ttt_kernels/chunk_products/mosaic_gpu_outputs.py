@@ -1,0 +1,193 @@
+"""The kernel of the chunk outputs, tokens times their chunk's state, on Hopper GPUs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ttt_kernels import compat
+from ttt_kernels.chunk_products.mosaic_gpu_common import MEMORY_REGISTERS, drain, ring, tile
+from ttt_kernels.chunk_products.tiling import BLOCK, OutputTiling
+
+_PAIRS = 2  # of a compute and a memory warpgroup
+_COMPUTE_REGISTERS = 216
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What the kernel needs to know, all static."""
+
+    tiling: OutputTiling
+    length: int
+    chunk_size: int
+    chunks: int
+    heads: int
+    slabs: int
+    transposed: bool
+
+    @property
+    def pieces(self) -> int:
+        """Tiles of 64 contracted columns."""
+        return self.tiling.key_dim // BLOCK
+
+    def locate(self, cta):
+        """(batch, head, chunk, first column, first block, number of blocks) of a thread block.
+
+        The column slabs of one state are neighbours: their tokens are read from memory once.
+        """
+        cta, slab = lax.div(cta, self.slabs), lax.rem(cta, self.slabs)
+        cta, part = lax.div(cta, self.tiling.parts), lax.rem(cta, self.tiling.parts)
+        cta, chunk = lax.div(cta, self.chunks), lax.rem(cta, self.chunks)
+        tokens = lax.min(self.length - chunk * self.chunk_size, jnp.int32(self.chunk_size))
+        blocks = lax.div(tokens + BLOCK - 1, BLOCK)
+        low = lax.div(part * blocks, self.tiling.parts)
+        high = lax.div((part + 1) * blocks, self.tiling.parts)
+        b, h = lax.div(cta, self.heads), lax.rem(cta, self.heads)
+        return b, h, chunk, slab * self.tiling.columns, low, high - low
+
+
+def outputs(
+    q: jax.Array,
+    states: jax.Array,
+    chunk_size: int,
+    transposed: bool,
+    tiling: OutputTiling,
+    interpret,
+) -> jax.Array:
+    """Each token times its chunk's state.
+
+    Args:
+      q: [batch, time, heads, key_dim] bf16, key_dim a multiple of 64, time a multiple of 8.
+      states: [batch, heads, chunks, key_dim, value_dim] bf16, the last two exchanged where
+        `transposed`.
+      chunk_size: tokens a chunk, a multiple of 64.
+      transposed: multiplies by the transposed states.
+      tiling: one of `tiling.output_options`.
+      interpret: None, or the interpreter's parameters.
+
+    Returns:
+      [batch, time, heads, value_dim] bf16.
+    """
+    plgpu = compat.mosaic_gpu()
+    batch, length, heads, key_dim = q.shape
+    chunks, value_dim = states.shape[2], states.shape[-2 if transposed else -1]
+    slabs = value_dim // tiling.columns
+    plan = _Plan(tiling, length, chunk_size, chunks, heads, slabs, transposed)
+
+    def chunk_outputs(*refs):
+        _body(plan, refs)
+
+    slab = (tiling.columns, key_dim) if transposed else (key_dim, tiling.columns)
+    rings = _PAIRS * tiling.stages
+    call = compat.gpu_kernel(
+        chunk_outputs,
+        out_type=jax.ShapeDtypeStruct((batch, length, heads, value_dim), q.dtype),
+        scratch_types=[
+            tile(*slab),
+            tile(rings, BLOCK, BLOCK),
+            tile(_PAIRS * tiling.staging, BLOCK, BLOCK),
+            plgpu.Barrier(num_arrivals=slab[0] // BLOCK),
+            plgpu.Barrier(num_arrivals=1, num_barriers=rings),
+            plgpu.Barrier(num_arrivals=1, num_barriers=rings),
+        ],
+        grid=(batch * heads * chunks * tiling.parts * slabs,),
+        grid_names=("cta",),
+        num_threads=2 * _PAIRS,
+        thread_name="warpgroup",
+        interpret=interpret,
+    )
+    return call(q, states)
+
+
+def _body(plan: _Plan, refs) -> None:
+    """The kernel: warpgroups 0 and 1 compute, 2 loads for 0 and 3 for 1."""
+    plgpu = compat.mosaic_gpu()
+    tiling = plan.tiling
+    q_ref, states_ref, out_ref, slab, qs, staging, loaded, full, free = refs
+    w = lax.axis_index("warpgroup")
+    b, h, chunk, column, first, blocks = plan.locate(lax.axis_index("cta"))
+    pair = lax.rem(w, _PAIRS)
+    count = lax.div(blocks - pair + 1, _PAIRS)
+    ring_start = pair * tiling.stages
+
+    def token(i):
+        return pl.ds(chunk * plan.chunk_size + (first + _PAIRS * i + pair) * BLOCK, BLOCK)
+
+    @pl.when(w >= _PAIRS)
+    def _():
+        plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
+
+        @pl.when(w == _PAIRS)
+        def _():
+            _load_slab(plan, states_ref.at[b, h, chunk], column, slab, loaded)
+
+        steps = count * plan.pieces
+
+        @ring(steps, free, ring_start, tiling.stages)
+        def _(step, slot):
+            i, piece = lax.div(step, plan.pieces), lax.rem(step, plan.pieces)
+            source = q_ref.at[b, token(i), h, pl.ds(piece * BLOCK, BLOCK)]
+            slot = ring_start + slot
+            plgpu.copy_gmem_to_smem(source, qs.at[slot], full.at[slot])
+
+        drain(steps, free, ring_start, tiling.stages)
+
+    @pl.when(w < _PAIRS)
+    def _():
+        plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
+        plgpu.barrier_wait(loaded)
+
+        @pl.loop(0, count)
+        def _(i):
+            value = _product(plan, slab, qs, full, free, ring_start, i)
+            pieces = tiling.columns // BLOCK
+            for piece in range(pieces):
+                buffer = lax.rem(i * pieces + piece, jnp.int32(tiling.staging))
+                buffer = staging.at[pair * tiling.staging + buffer]
+                plgpu.wait_smem_to_gmem(tiling.staging - 1, wait_read_only=True)
+                buffer[...] = value[:, piece * BLOCK:(piece + 1) * BLOCK].astype(jnp.bfloat16)
+                plgpu.commit_smem()
+                columns = pl.ds(column + piece * BLOCK, BLOCK)
+                plgpu.copy_smem_to_gmem(buffer, out_ref.at[b, token(i), h, columns])
+
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _load_slab(plan: _Plan, state_ref, column, slab, loaded) -> None:
+    """Starts the copies of the thread block's columns of the state."""
+    plgpu = compat.mosaic_gpu()
+    for i in range(slab.shape[0] // BLOCK):
+        own = pl.ds(i * BLOCK, BLOCK)
+        if plan.transposed:
+            source = state_ref.at[pl.ds(column + i * BLOCK, BLOCK)]
+        else:
+            source = state_ref.at[own, pl.ds(column, plan.tiling.columns)]
+        plgpu.copy_gmem_to_smem(source, slab.at[own], loaded)
+
+
+def _product(plan: _Plan, slab, qs, full, free, ring_start, i):
+    """Block `i` of a compute warpgroup times the slab, [64, columns] float32."""
+    plgpu = compat.mosaic_gpu()
+    stages = jnp.int32(plan.tiling.stages)
+
+    def slot(piece: int):
+        return ring_start + lax.rem(i * plan.pieces + piece, stages)
+
+    def compute(acc):
+        for piece in range(plan.pieces):
+            own = pl.ds(piece * BLOCK, BLOCK)
+            state = slab.at[:, own].transpose((1, 0)) if plan.transposed else slab.at[own]
+            plgpu.barrier_wait(full.at[slot(piece)])
+            plgpu.wgmma(acc, qs.at[slot(piece)], state)
+            if piece:
+                plgpu.wgmma_wait(1)
+                plgpu.barrier_arrive(free.at[slot(piece - 1)])
+        value = acc[...]
+        plgpu.barrier_arrive(free.at[slot(plan.pieces - 1)])
+        return value
+
+    return pl.run_scoped(compute, plgpu.ACC((BLOCK, plan.tiling.columns), jnp.float32))

@@ -1,0 +1,137 @@
+"""How the Mosaic GPU kernels cut the chunk products into thread blocks, and what fits in them.
+
+Tokens pass in blocks of 64 through rings of slots in shared memory. The summaries' thread block
+owns a tile of one state, 64 rows a warpgroup, and goes on to its next tile while the first is
+stored. The outputs' thread block keeps some columns of one state in shared memory, and each of
+its two compute warpgroups has its own blocks of tokens, its own ring and its own loading
+warpgroup, so that one multiplies while the other stores.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+BLOCK = 64
+"""Tokens a block, and the height of one wgmma accumulator tile."""
+MAX_HEAD_DIM = 768
+HOPPER_MULTIPROCESSORS = 132
+SHARED_MEMORY_BYTES = 232_448
+TILE_BYTES = 2 * BLOCK * BLOCK
+"""A tile of 64 x 64 bf16, the unit in which shared memory is dealt out."""
+# Scratch that Mosaic GPU reserves for reductions, and the barriers.
+_RESERVED_BYTES = 2_048 + 1_024
+_TILES = (SHARED_MEMORY_BYTES - _RESERVED_BYTES) // TILE_BYTES
+_PAIRS = 2
+_MAX_STAGES = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class SummaryTiling:
+    """Static choices of a launch of the summaries.
+
+    Attributes:
+      warpgroups: compute warpgroups, each with 64 rows (key columns) of the tile.
+      columns: columns of the tile, 64 to 256.
+      stages: slots in the ring, each with 64 tokens' keys and values.
+      cluster: thread blocks (1 or 2) that take neighbouring rows and share the values they load.
+    """
+
+    warpgroups: int
+    columns: int
+    stages: int
+    cluster: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Rows of the tile."""
+        return BLOCK * self.warpgroups
+
+    @property
+    def tiles(self) -> int:
+        """Units of `TILE_BYTES` that the kernel takes, one a warpgroup for storing bf16."""
+        return self.stages * (self.warpgroups + self.columns // BLOCK) + self.warpgroups
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputTiling:
+    """Static choices of a launch of the outputs.
+
+    Attributes:
+      key_dim: contracted width, a multiple of 64.
+      columns: columns of the state that a thread block keeps, 64 to 256.
+      stages: slots in each of the two rings, each with 64 x 64 of the tokens.
+      staging: tiles of 64 x 64 through which each compute warpgroup stores.
+      parts: thread blocks that share the tokens of a chunk.
+    """
+
+    key_dim: int
+    columns: int
+    stages: int
+    staging: int
+    parts: int
+
+    @property
+    def tiles(self) -> int:
+        """Units of `TILE_BYTES` that the kernel takes."""
+        state = (self.key_dim // BLOCK) * (self.columns // BLOCK)
+        return state + _PAIRS * (self.stages + self.staging)
+
+
+def padded_dim(dim: int) -> int:
+    """The head width that the kernels run for `dim`: the next multiple of 64.
+
+    >>> padded_dim(48), padded_dim(128), padded_dim(129)
+    (64, 128, 192)
+    """
+    return -(-dim // BLOCK) * BLOCK
+
+
+def _largest(dim: int, choices: tuple[int, ...]) -> int:
+    return next(width for width in choices if dim % width == 0)
+
+
+def summary_options(key_dim: int, value_dim: int) -> tuple[SummaryTiling, ...]:
+    """The tilings that fit for padded widths, the default first.
+
+    >>> summary_options(384, 384)[0]
+    SummaryTiling(warpgroups=3, columns=192, stages=4, cluster=1)
+    """
+    warpgroups = _largest(key_dim, (192, 128, 64)) // BLOCK
+    # Three warpgroups have 152 registers a thread: 256 columns would take 128 of them.
+    wide = () if warpgroups == 3 else (256,)
+    columns = _largest(value_dim, (*wide, 192, 128, 64))
+    clusters = (1, 2) if key_dim % (2 * BLOCK * warpgroups) == 0 else (1,)
+    return tuple(
+        tiling
+        for cluster in clusters
+        for stages in range(_MAX_STAGES, 1, -1)
+        if (tiling := SummaryTiling(warpgroups, columns, stages, cluster)).tiles <= _TILES
+    )
+
+
+def output_options(key_dim: int, value_dim: int, units: int, blocks: int):
+    """The tilings that fit for padded widths, the default first.
+
+    Args:
+      key_dim, value_dim: widths, multiples of 64.
+      units: chunks of all heads and rows.
+      blocks: blocks of 64 tokens in a chunk.
+
+    >>> output_options(384, 384, 64, 32)[0]
+    OutputTiling(key_dim=384, columns=192, stages=4, staging=1, parts=1)
+    """
+    made = []
+    for columns in (256, 192, 128, 64):
+        if value_dim % columns:
+            continue
+        # Whatever is left over when each multiprocessor has a thread block stays idle, but a part
+        # must be long enough to pay for loading the state.
+        blocks_in_flight = HOPPER_MULTIPROCESSORS // (units * (value_dim // columns))
+        parts = max(1, min(blocks_in_flight, blocks // (2 * _PAIRS)))
+        for staging in (1, 2, 3):
+            for stages in range(_MAX_STAGES, 2, -1):
+                tiling = OutputTiling(key_dim, columns, stages, staging, parts)
+                if tiling.tiles <= _TILES:
+                    made.append(tiling)
+                    break
+    return tuple(made)
