@@ -3,6 +3,7 @@
 import jax
 from flax import nnx
 
+from ttt_jax.layers.activations import gelu
 from ttt_jax.layers.convolution import DepthwiseConv
 from ttt_jax.layers.linear import Linear
 
@@ -43,5 +44,5 @@ class ConvMLP(nnx.Module):
           Same shape, in the layer's dtype.
         """
         with jax.named_scope("mlp"):
-            x = jax.nn.gelu(self.up(x), approximate=False)
-            return self.down(jax.nn.gelu(x + self.conv(x), approximate=False))
+            x = gelu(self.up(x))
+            return self.down(gelu(x + self.conv(x)))

@@ -3,6 +3,7 @@
 import jax
 from flax import nnx
 
+from ttt_jax.layers.activations import gelu
 from ttt_jax.layers.linear import Linear, by_rows
 
 
@@ -53,5 +54,5 @@ class GeluMLP(nnx.Module):
           [..., hidden_size] in the layer's dtype.
         """
         with jax.named_scope("mlp"):
-            hidden = jax.nn.gelu(by_rows(self.up, x), approximate=False)
+            hidden = gelu(by_rows(self.up, x))
             return by_rows(self.down, hidden)

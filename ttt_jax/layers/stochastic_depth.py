@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from ttt_jax.layers.rms_norm import at_least_float32
+
 
 def drop_path(x, rate, key):
     """x · keep / (1 − rate) with one Bernoulli(1 − rate) draw a row (Huang et al. 2016, eq. 2).
@@ -21,4 +23,6 @@ def drop_path(x, rate, key):
     ([0.0, 1.333], True)
     """
     keep = jax.random.bernoulli(key, 1 - rate, (x.shape[0], *(1,) * (x.ndim - 1)))
-    return jnp.where(keep, x / jnp.asarray(1 - rate, x.dtype), 0)
+    # A factor a row, not a choice of each number, of which the backward pass would keep all.
+    wide = at_least_float32(x.dtype)
+    return (x.astype(wide) * (keep / jnp.asarray(1 - rate, wide))).astype(x.dtype)

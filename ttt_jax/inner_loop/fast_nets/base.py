@@ -1,6 +1,7 @@
 """What every fast network has in common, and its one product, ``dense``."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import ClassVar, NamedTuple
 
@@ -164,6 +165,12 @@ def dense(x: jax.Array, weight: jax.Array | TokenMatrix) -> jax.Array:
     return jnp.matmul(x, weight.astype(x.dtype))
 
 
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def _weighted(left: jax.Array, rate: jax.Array) -> jax.Array:
+    """``left * rate`` in left's dtype; the backward pass keeps no float32 copy of ``left``."""
+    return (left * rate).astype(left.dtype)
+
+
 def outer_products(left: jax.Array, right: jax.Array, rate: jax.Array | None) -> jax.Array:
     """``Σ_t rate_t left_tᵀ right_t``, accumulated in float32 (float64 for float64 inputs).
 
@@ -181,6 +188,6 @@ def outer_products(left: jax.Array, right: jax.Array, rate: jax.Array | None) ->
       [[2.5, 2.5, 2.5], [2.5, 2.5, 2.5]]
     """
     if rate is not None:
-        left = (left * rate).astype(left.dtype)
+        left = _weighted(left, rate)
     wide = jnp.promote_types(left.dtype, jnp.float32)
     return jnp.einsum("...ti,...to->...io", left, right, preferred_element_type=wide)

@@ -1,11 +1,26 @@
 """Linear and gated networks: the fast networks of linear attention, LaCT and ViTTT."""
 
 import dataclasses
+import functools
 from typing import ClassVar
 
 import jax
 
 from ttt_jax.inner_loop.fast_nets.base import Cotangent, OuterProductNet, Weights, dense
+
+
+# Term by term JAX would keep a dozen arrays as large as the hidden layer for the backward pass;
+# these keep their arguments.
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def _gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate) * up
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def _gate_error(gate: jax.Array, up: jax.Array, error: jax.Array) -> jax.Array:
+    """The gradient of ``_gated`` for ``gate``; that for ``up`` is ``_gated(gate, error)``."""
+    sigmoid = jax.nn.sigmoid(gate)
+    return error * up * (sigmoid * (1 + gate * (1 - sigmoid)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,20 +76,18 @@ class SwiGLU(OuterProductNet):
 
     def features(self, weights: Weights, x: jax.Array) -> jax.Array:
         """``φ(x) = silu(x W0) ⊙ (x W2)``."""
-        return jax.nn.silu(dense(x, weights["w0"])) * dense(x, weights["w2"])
+        return _gated(dense(x, weights["w0"]), dense(x, weights["w2"]))
 
     def factors(
         self, weights: Weights, x: jax.Array, cotangent: Cotangent
     ) -> dict[str, tuple[jax.Array, jax.Array]]:
         """Back-propagation through the gate: ``silu'(z) = σ(z) (1 + z (1 − σ(z)))``."""
         gate, up = dense(x, weights["w0"]), dense(x, weights["w2"])
-        sigmoid = jax.nn.sigmoid(gate)
-        activated = gate * sigmoid
-        hidden = activated * up
+        hidden = _gated(gate, up)
         error = cotangent(dense(hidden, weights["w1"]))
         hidden_error = dense(error, weights["w1"].mT)
-        gate_error = hidden_error * up * (sigmoid * (1 + gate * (1 - sigmoid)))
-        up_error = hidden_error * activated
+        gate_error = _gate_error(gate, up, hidden_error)
+        up_error = _gated(gate, hidden_error)
         return {"w0": (x, gate_error), "w1": (hidden, error), "w2": (x, up_error)}
 
 
@@ -110,8 +123,5 @@ class GLU(OuterProductNet):
     ) -> dict[str, tuple[jax.Array, jax.Array]]:
         """Back-propagation through the gate, ``silu'(z) = σ(z) (1 + z (1 − σ(z)))``."""
         value, gate = dense(x, weights["w1"]), dense(x, weights["w2"])
-        sigmoid = jax.nn.sigmoid(gate)
-        activated = gate * sigmoid
-        error = cotangent(value * activated)
-        gate_error = error * value * (sigmoid * (1 + gate * (1 - sigmoid)))
-        return {"w1": (x, error * activated), "w2": (x, gate_error)}
+        error = cotangent(_gated(gate, value))
+        return {"w1": (x, _gated(gate, error)), "w2": (x, _gate_error(gate, value, error))}
