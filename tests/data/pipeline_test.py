@@ -11,8 +11,9 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 from tests.data.corpora import data_config, digest, write_texts
-from ttt_jax.data import text
+from ttt_jax.data import pipeline, text
 from ttt_jax.data.pipeline import DataPositionError
+from ttt_jax.data.rows import TrainRows
 from ttt_jax.data.tokenizers import load_tokenizer
 
 _LENGTHS = [5, 60, 1, 17, 33, 2, 90, 8, 8, 25, 41, 3]
@@ -86,6 +87,34 @@ def test_each_epoch_has_every_training_token_once_in_a_new_order(source, pack):
     assert not np.array_equal(epochs[1], epochs[2])
 
 
+@pytest.mark.parametrize("pack", [True, False])
+def test_blocks_bound_the_plans_and_an_epoch_still_has_everything_once(pack):
+    """Blocks of few documents: the same promises, and never more than three plans in memory."""
+    offsets = np.concatenate([[0], np.cumsum(np.arange(40) % 9 + 2)])
+    documents = np.delete(np.arange(40), [3, 20])
+    options = dict(sequence_length=4, seed=1, pack=pack)
+    rows = TrainRows(offsets, documents, block_documents=8, **options)
+    assert len(rows._rows) == 5
+    slots = {int(p) for d in documents for p in range(offsets[d], offsets[d + 1] - 1)}
+    epochs = []
+    for epoch in range(2):
+        first = epoch * rows.rows_per_epoch
+        found = [rows.pieces(first + row) for row in range(rows.rows_per_epoch)]
+        assert len(rows._plans) <= 3
+        taken = [start + i for pieces in found for start, length in pieces for i in range(length)]
+        assert len(taken) == len(slots) and set(taken) == slots
+        epochs.append(found)
+    assert epochs[0] != epochs[1]
+    again = TrainRows(offsets, documents, block_documents=8, **options)
+    for row in (rows.rows_per_epoch + 3, 0, 17, rows.rows_per_epoch - 1):
+        epoch, place = divmod(row, rows.rows_per_epoch)
+        assert again.pieces(row) == epochs[epoch][place]
+    # One block of everything is the order without blocks.
+    whole = [TrainRows(offsets, documents, block_documents=n, **options)
+             for n in (38, 2**20)]  # fmt: skip
+    assert [whole[0].pieces(row) for row in range(60)] == [whole[1].pieces(r) for r in range(60)]
+
+
 def test_resume_at_10_and_at_15_equals_uninterrupted(source, stream):
     first = _open(source)
     seen = _digests(first, 10)
@@ -141,6 +170,13 @@ def test_a_position_of_other_text_is_refused(source, tmp_path):
     other = write_texts(tmp_path, _LENGTHS, seed=1)
     with pytest.raises(DataPositionError, match="is of corpus="):
         _open(other).set_state(_open(source).get_state())
+
+
+def test_a_position_of_a_numpy_that_shuffles_otherwise_is_refused(source, monkeypatch):
+    position = _open(source).get_state()
+    monkeypatch.setattr(pipeline, "_order_drawn", lambda: "another")
+    with pytest.raises(DataPositionError, match="is of order=.* NumPy that the run began with"):
+        _open(source).set_state(position)
 
 
 def test_an_evaluation_in_between_does_not_move_the_training_stream(source, stream):
@@ -246,3 +282,17 @@ def test_workers_start_from_a_script(source, stream, tmp_path, kind, workers):
     assert lines[0] == "main"  # and once: no worker ran the script again
     assert lines[1].split() == stream[:20]
     assert lines[2:] == (["seen"] if kind == "absl" else [])
+
+
+@pytest.mark.exhaustive
+def test_workers_start_from_a_notebook(source, stream):
+    """A kernel's main module has no file, and absl has parsed no flags."""
+    import nbclient
+    import nbformat
+
+    body = _PLAIN.replace("sys.argv[1]", repr(source)).replace("sys.argv[2]", "2")
+    cells = [nbformat.v4.new_code_cell(f"import sys\nsys.path[:0] = {sys.path!r}\n{body}")]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+    written = "".join(out["text"] for out in notebook.cells[0].outputs if out.name == "stdout")
+    assert written.split() == ["main", *stream[:20]]

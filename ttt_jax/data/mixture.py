@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from ttt_jax.data import corpus as corpus_lib
-from ttt_jax.data import packing, pipeline
+from ttt_jax.data import packing
+from ttt_jax.data.rows import TrainRows
 from ttt_jax.data.tokenizers import Tokenizer
 
 _BLOCK = 1024  # rows in which the shares are exact
@@ -81,7 +82,7 @@ class MixedRows:
     its own epochs at its own pace.
     """
 
-    def __init__(self, rows: Sequence[pipeline.TrainRows], weights: Sequence[float], seed: int):
+    def __init__(self, rows: Sequence[TrainRows], weights: Sequence[float], seed: int):
         """Fixes the shares.
 
         Args:

@@ -95,6 +95,26 @@ class AlignedPlan:
         return list(zip(self.starts[mine].tolist(), self.lengths[mine].tolist(), strict=True))
 
 
+def dense_rows(offsets: np.ndarray, documents: np.ndarray, sequence_length: int) -> int:
+    """Counts the rows of `dense_plan`, whatever the order of the documents.
+
+    >>> dense_rows(np.array([0, 3, 8]), np.array([1, 0]), 4)
+    2
+    """
+    slots = offsets[documents + 1] - offsets[documents] - 1
+    return -(-int(slots.sum()) // sequence_length)
+
+
+def aligned_rows(offsets: np.ndarray, documents: np.ndarray, sequence_length: int) -> int:
+    """Counts the rows of `aligned_plan` without packing, whatever the order of the documents.
+
+    >>> aligned_rows(np.array([0, 3, 9]), np.array([1, 0]), 4)
+    3
+    """
+    slots = offsets[documents + 1] - offsets[documents] - 1
+    return int((-(-slots // sequence_length)).sum())
+
+
 def dense_plan(offsets: np.ndarray, documents: np.ndarray, sequence_length: int) -> DensePlan:
     """Plans rows without padding.
 

@@ -1,6 +1,8 @@
 """From a stream of tokens to batches, through grain; the position can be saved and restored."""
 
 import contextlib
+import functools
+import hashlib
 import json
 import sys
 import weakref
@@ -12,90 +14,6 @@ import numpy as np
 from absl import flags
 
 from ttt_jax.data import packing
-
-_ENDLESS = 2**50  # batches of a stream without an end; grain wants a length
-
-
-class TrainRows:
-    """The rows of all epochs: documents in a new order each epoch, packed, then shuffled again.
-
-    The order of the documents and of the rows are two permutations drawn from (seed, epoch), so
-    row g is a function of the corpus, T and the seed alone. The second shuffle keeps the pieces of
-    a long document from filling a batch.
-    """
-
-    def __init__(
-        self,
-        offsets: np.ndarray,
-        documents: np.ndarray,
-        *,
-        sequence_length: int,
-        seed: int,
-        pack: bool,
-    ):
-        """Plans nothing yet.
-
-        Args:
-          offsets: int64 [n + 1], bounds of the documents in the stream.
-          documents: int [d], the documents of the split.
-          sequence_length: T.
-          seed: seed of the order, at least 0.
-          pack: several documents in a row, without padding; else one piece of a document a row.
-        """
-        self._offsets = offsets
-        self._documents = documents
-        self._sequence_length = sequence_length
-        self._seed = seed
-        self._pack = pack
-        self._epochs: dict[int, tuple[packing.RowPlan, np.ndarray]] = {}
-        self.rows_per_epoch = self._epoch(0)[0].num_rows
-
-    def __len__(self) -> int:
-        return _ENDLESS
-
-    def pieces(self, row: int) -> packing.Pieces:
-        """Returns the pieces of row `row`, counted over all epochs."""
-        epoch, place = divmod(row, self.rows_per_epoch)
-        plan, order = self._epoch(epoch)
-        return plan.pieces(int(order[place]))
-
-    def _epoch(self, epoch: int) -> tuple[packing.RowPlan, np.ndarray]:
-        """Plans an epoch, and keeps the plans of its neighbours for reads across the edge."""
-        found = self._epochs.get(epoch)
-        if found is None:
-            random = np.random.default_rng([self._seed, epoch])
-            documents = random.permutation(self._documents)
-            if self._pack:
-                plan = packing.dense_plan(self._offsets, documents, self._sequence_length)
-            else:
-                plan = packing.aligned_plan(
-                    self._offsets, documents, self._sequence_length, pack=False
-                )
-            found = (plan, random.permutation(plan.num_rows))
-            # A new dict, because reader threads may look into the old one at this moment.
-            near = {e: p for e, p in self._epochs.items() if abs(e - epoch) <= 1}
-            self._epochs = {**near, epoch: found}
-        return found
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_epochs": {}}  # a worker plans its epochs itself
-
-
-class EvalRows:
-    """The rows of one pass, in the order of the corpus; no document of at most T slots is cut."""
-
-    def __init__(
-        self, offsets: np.ndarray, documents: np.ndarray, *, sequence_length: int, pack: bool
-    ):
-        """Plans the rows; arguments as for `TrainRows`."""
-        self._plan = packing.aligned_plan(offsets, documents, sequence_length, pack)
-
-    def __len__(self) -> int:
-        return self._plan.num_rows
-
-    def pieces(self, row: int) -> packing.Pieces:
-        """Returns the pieces of a row; none past the end, where batches are filled up."""
-        return self._plan.pieces(row) if row < self._plan.num_rows else []
 
 
 class Batches:
@@ -118,7 +36,8 @@ class Batches:
 
         Args:
           tokens: the stream; [a:b] gives an integer array [b - a].
-          rows: of this split: `TrainRows`, `EvalRows` or `ttt_jax.data.mixture.MixedRows`.
+          rows: of this split: `ttt_jax.data.rows.TrainRows`, its `EvalRows`, or
+            `ttt_jax.data.mixture.MixedRows`.
           sequence_length: T.
           batch_size: rows of one process, B.
           process_index, process_count: p and P.
@@ -163,6 +82,7 @@ class BatchIterator(grain.DatasetIterator):
         """
         super().__init__()
         self._batches = batches
+        identity = identity | {"order": _order_drawn()}
         self._identity = json.loads(json.dumps(identity))
         self._num_workers = num_workers
         self._step = 0
@@ -202,7 +122,7 @@ class BatchIterator(grain.DatasetIterator):
                 raise DataPositionError(
                     f"the saved position in the data is of {name}={theirs.get(name)!r}, and this "
                     f"run has {name}={self._identity.get(name)!r}; resume with the data, "
-                    "tokenizer and Python that the run began with"
+                    "tokenizer, Python and NumPy that the run began with"
                 )
         self.close_reader()
         self._refused = None
@@ -252,6 +172,13 @@ class BatchIterator(grain.DatasetIterator):
             piped = grain.experimental.DatasetOptions(min_shm_size=2**40)
             data = grain.experimental.WithOptionsIterDataset(data, piped)
         return iter(data)
+
+
+@functools.cache
+def _order_drawn() -> str:
+    """What this NumPy draws as an order; NumPy does not promise the same in all versions."""
+    drawn = np.random.default_rng([0, 0]).permutation(2**12).astype("<i8")
+    return hashlib.sha256(drawn.tobytes()).hexdigest()[:8]
 
 
 def _close_all(readers: list[Any]) -> None:

@@ -206,7 +206,7 @@ def read_bounds(folder: pathlib.Path, metadata: dict[str, Any]) -> np.ndarray:
     """
     path = folder / _BOUNDS
     try:
-        offsets = np.load(path)
+        offsets = np.load(path, mmap_mode="r")  # 8 bytes a document, in no process's own memory
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read ({error}); copy the folder again") from error
     if offsets.shape != (metadata["documents"] + 1,) or offsets[-1] != metadata["tokens"]:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ttt_jax.data import mixture, pipeline
+from ttt_jax.data import rows as rows_lib
 from ttt_jax.data.tokenizers import Tokenizer
 
 _SPLITS = ("train", "eval")
@@ -71,7 +72,7 @@ def text_iterator(
     if split == "train":
         rows = _train_rows(text, data_config, seed, options)
     else:
-        rows = pipeline.EvalRows(text.offsets, text.held_out, **options)
+        rows = rows_lib.EvalRows(text.offsets, text.held_out, **options)
     batches = pipeline.Batches(
         text.tokens,
         rows,
@@ -205,7 +206,7 @@ def _train_rows(text: mixture.Text, data_config: Any, seed: int, options: dict[s
     for name, documents in zip(names, text.train, strict=True):
         _check_length(text.offsets, documents, options["sequence_length"], name)
     rows = [
-        pipeline.TrainRows(text.offsets, documents, seed=seed, **options)
+        rows_lib.TrainRows(text.offsets, documents, seed=seed, **options)
         for documents in text.train
     ]
     return rows[0] if len(rows) == 1 else mixture.MixedRows(rows, text.weights, seed)
