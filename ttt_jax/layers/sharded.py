@@ -118,3 +118,47 @@ def sharded_ttt(
 
     trained = {name: ("batch", "heads", None, None) for name in spec.trained}
     return on_each_device(local, arrays, names, (_TOKENS, trained))
+
+
+def sharded_spans(spec: InnerLoop, weights, q, k, v, *, initial_state=None, mode="auto", **gates):
+    """`ttt_jax.ttt` over explicit spans on the ambient mesh; tokens stay whole on every device.
+
+    Args:
+      spec: the inner loop, whose order is a tuple of spans.
+      weights: initial fast weights, name to [heads, in, out].
+      q: [batch, time, heads, key_dim].
+      k: likewise.
+      v: [batch, time, heads, value_dim].
+      initial_state: the state to go on from, or None.
+      mode: as in `ttt_jax.ttt`.
+      **gates: `lr`, `momentum` and `forget` as in `ttt_jax.ttt`, [batch, time, heads, ...].
+
+    Returns:
+      (outputs [batch, time, heads, value_dim], the state after the last span).
+
+    Raises:
+      ValueError: as `ttt_jax.ttt`.
+
+    >>> from ttt_jax.inner_loop import presets
+    >>> spec = presets.lact_nvs([(0, 4, True, False), (0, 6, False, True)])
+    >>> x, rates = jax.numpy.ones((1, 6, 2, 8)), jax.numpy.full((1, 6, 2, 3), 0.01)
+    >>> out, state = sharded_spans(spec, spec.init(jax.random.key(0), 2, 8), x, x, x, lr=rates)
+    >>> out.shape, state.weights["w1"].shape
+    ((1, 6, 2, 8), (1, 2, 8, 8))
+    """
+    tokens = {"q": q, "k": k, "v": v, **gates}
+    carried, structure = jax.tree.flatten(initial_state)
+    arrays = [*weights.values(), *tokens.values(), *carried]
+    row_of_head, whole = ("batch", "heads", None, None), ("batch", None, "heads", None)
+    names = [("heads", None, None)] * len(weights)
+    names += [whole[: x.ndim] for x in tokens.values()] + [row_of_head] * len(carried)
+
+    def local(*arrays):
+        parts = dict(zip(weights, arrays, strict=False))
+        rest = dict(zip(tokens, arrays[len(weights) :], strict=False))
+        state = jax.tree.unflatten(structure, arrays[len(weights) + len(tokens) :])
+        return ttt(spec, parts, **rest, initial_state=state, mode=mode)
+
+    _, state = jax.eval_shape(local, *arrays)
+    out = (whole, jax.tree.map(lambda _: row_of_head, state))
+    return on_each_device(local, arrays, names, out)
