@@ -15,11 +15,8 @@ from ttt_jax import checkpoint, metrics, train
 _DEVICES = 4
 _MESHES = {
     "data 4": {"data": 4},
-    "fsdp 4": {"data": 1, "fsdp": 4},
-    "data 2, seq 2": {"data": 2, "seq": 2},
-    "seq 4": {"data": 1, "seq": 4},
-    "data 2, model 2": {"data": 2, "model": 2},
-    "fsdp 2, seq 2": {"data": 1, "fsdp": 2, "seq": 2},
+    "fsdp 2, model 2": {"data": 1, "fsdp": 2, "model": 2},
+    "seq 4": {"data": 1, "seq": 4},  # every host reads every row
 }
 
 
@@ -92,9 +89,8 @@ def test_the_batches_are_the_same_on_one_two_and_four_hosts(mesh, text, tmp_path
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("mesh", ["data 4", "fsdp 4", "seq 4", "data 2, model 2"])
+@pytest.mark.parametrize("mesh", ["fsdp 2, model 2", "seq 4"])
 def test_the_losses_are_the_same_and_checkpoints_go_both_ways(mesh, text, straight, tmp_path):
-    """Two hosts train half, one process a part, four hosts the rest; each reads the one before."""
     mesh = json.dumps(_MESHES[mesh])
     config = write_config(tmp_path / "config.py", text, '{"steps": 6}', mesh)
     runs, states = {}, {}
@@ -104,7 +100,7 @@ def test_the_losses_are_the_same_and_checkpoints_go_both_ways(mesh, text, straig
         assert codes == [0] * count, outputs
         assert_equal_curves(losses(runs[count]), losses(straight))
         assert checkpoint.Checkpoints(runs[count]).steps() == [2, 4, 6]
-    for writer, reader in ((2, 1), (2, 4), (1, 2), (1, 1), (4, 2)):
+    for writer, reader in ((2, 1), (2, 4), (1, 1), (1, 2)):
         command = ("-m", "tests.hosts_program", "state", str(config), str(runs[writer]))
         codes, outputs = finish(start_hosts([command] * reader, _DEVICES // reader))
         assert codes == [0] * reader, outputs

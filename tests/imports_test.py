@@ -19,7 +19,7 @@ _ORDER = (
     {"inner_loop"},
     {"layers"},
     {"models"},
-    {"data", "metrics", "optim"},
+    {"data", "metrics", "optim", "workdirs"},
     {"progress"},
     {"objective"},
     {"train_step"},

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import threading
+import warnings
 
 import jax
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 from tests.tiny_run import assert_equal_states, tiny_config, write_text
 from ttt_jax import checkpoint, evaluate, metrics, sharding, train
 from ttt_jax.tasks import make_task
-from ttt_jax.train_step import make_trainee
+from ttt_jax.train_step import make_train_step, make_trainee
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +153,20 @@ def test_nothing_readable_is_an_error_and_nothing_is_deleted(finished, text, tmp
     with pytest.raises(checkpoint.CheckpointError, match="can be read"):
         train.main(tiny_config(text), run)
     assert len(list((run / "broken").iterdir())) == 3
+
+
+def test_a_restored_state_gives_its_memory_away(finished, text):
+    """Else the first step after a resume needs room for two states."""
+    config, task = tiny_config(text), make_task(tiny_config(text))
+    trainee = make_trainee(config.model, config.optimizer, config.train.steps, sharding.make_mesh())
+    state, _ = read_state(finished, config)
+    batch = sharding.place_batch(
+        next(task.batches("train")), sharding.batch_sharding(trainee.mesh, 4)
+    )
+    with jax.set_mesh(trainee.mesh), warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*donated buffers were not usable")
+        make_train_step(trainee, task.loss)(state, batch)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
 def test_another_configuration_is_refused_before_work_starts(finished, text, monkeypatch):

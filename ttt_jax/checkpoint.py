@@ -1,9 +1,9 @@
 """Checkpoints of a run: parameters, optimizer, data position, configuration.
 
-Layout of a workdir: ``config.json`` (the run's configuration), ``checkpoints/<step>/`` (Orbax),
-``broken/`` (checkpoints that could not be read, moved out of the way and never deleted). A
-checkpoint appears under its name only once it is complete, so a killed process leaves none half
-written; Orbax's API version 1 is used, and only here.
+They lie in the workdir (see `ttt_jax.workdirs`) under ``checkpoints/<step>/``, and those that could
+not be read under ``broken/``, moved out of the way and never deleted. A checkpoint appears under
+its name only once it is complete, so a killed process leaves none half written; Orbax's API
+version 1 is used, and only here.
 """
 
 import dataclasses
@@ -22,109 +22,9 @@ from orbax.checkpoint import v1 as ocp
 from ttt_jax import config as config_lib
 from ttt_jax import models, processes, sharding
 from ttt_jax.train_step import TrainState, abstract_params
+from ttt_jax.workdirs import CheckpointError, read_config
 
 logger = logging.getLogger(__name__)
-
-# Fields that a resumed run may change: they do not touch the sequence of updates.
-FREE_FIELDS = (
-    "mesh.",
-    "data.num_workers",
-    "train.log_every",
-    "train.eval_every",
-    "train.eval_batches",
-    "train.save_every",
-    "train.keep",
-    "train.profile_steps",
-    "train.max_nonfinite_steps",
-)
-
-
-class CheckpointError(RuntimeError):
-    """A workdir cannot be used, or none of its checkpoints can be read."""
-
-
-def read_config(workdir: str | os.PathLike[str]) -> Any:
-    """Returns the configuration of the run in `workdir`, or None where there is no run.
-
-    Raises:
-      CheckpointError: config.json is there and cannot be read.
-    """
-    path = pathlib.Path(workdir) / "config.json"
-    try:
-        return config_lib.from_json(path.read_text()) if path.exists() else None
-    except (OSError, ValueError, ImportError) as error:
-        raise CheckpointError(f"{path} cannot be read as a configuration: {error}") from error
-
-
-def check_workdir(workdir: str | os.PathLike[str], config: Any) -> None:
-    """Checks that a run of `config` may start or go on in `workdir`; creates the folder.
-
-    Raises:
-      CheckpointError: the folder is an address, cannot be written to, or holds a run of another
-        configuration.
-    """
-    if "://" in str(workdir):
-        raise CheckpointError(
-            f"workdir={str(workdir)!r} is an address; mount the bucket (gcsfuse, s3fs) and "
-            "give the path of a folder"
-        )
-    folder = pathlib.Path(workdir)
-    problem = _sharing_problem(folder)
-    if not processes.all_true(problem is None):
-        problem = problem or "is not one folder that all processes share and can write to"
-        raise CheckpointError(f"workdir={str(workdir)!r} {problem}; give another --workdir")
-    found = read_config(workdir)
-    if found is None:
-        return
-    changed = config_lib.differences(config, found)
-    if any(name == "train.steps" for name, _, _ in changed):
-        logger.warning(
-            "train.steps is %d here and %d in %s: the learning-rate schedule is that of the new "
-            "length from now on",
-            config.train.steps,
-            found.train.steps,
-            folder,
-        )
-    free = (*FREE_FIELDS, "train.steps")
-    wrong = [change for change in changed if not change[0].startswith(free)]
-    if wrong:
-        listed = "; ".join(
-            f"{name} is {theirs!r} there, {ours!r} here" for name, ours, theirs in wrong
-        )
-        raise CheckpointError(
-            f"workdir={str(workdir)!r} holds a run with another configuration ({listed}); give "
-            "another --workdir, or the flags that it was started with"
-        )
-
-
-def _sharing_problem(folder: pathlib.Path) -> str | None:
-    """Makes the folder; says why it cannot be written to, or is not the first process's folder."""
-    mark = folder / f".run-{int(processes.largest(os.getpid() if processes.is_first() else 0))}"
-    problem = None
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".writable-{jax.process_index()}"
-        probe.write_text("")
-        probe.unlink()
-        if processes.is_first():
-            mark.write_text("")
-    except OSError as error:
-        problem = f"cannot be written to ({error})"
-    processes.all_true(True)  # the others wait for the mark
-    if problem is None and not mark.exists():
-        problem = "is another folder here than for the first process, and all must share one"
-    processes.all_true(True)  # and it waits for them
-    if processes.is_first() and mark.exists():
-        mark.unlink()
-    return problem
-
-
-def write_config(workdir: str | os.PathLike[str], config: Any) -> None:
-    """Writes config.json, in one piece or not at all."""
-    path = pathlib.Path(workdir) / "config.json"
-    draft = path.with_suffix(".tmp")
-    draft.write_text(config_lib.to_json(config))
-    draft.replace(path)
 
 
 class Checkpoints:
@@ -210,7 +110,10 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            self._checkpointer.close()
+            try:
+                self._checkpointer.close()
+            except Exception as error:  # Orbax raises what a background write died of once more
+                raise CheckpointError(f"a checkpoint in {self._folder} failed: {error}") from error
 
     def restore(self, abstract: TrainState, data: Any) -> TrainState | None:
         """Reads the newest checkpoint that is whole, and moves `data` to its position.

@@ -13,7 +13,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-_HEARTBEAT_SECONDS = 60  # a process that is silent for so long ends the others
+# A process that is silent for so long ends the others; one that failed waits as long for them.
+_PATIENCE_SECONDS = 60
 
 
 def start(
@@ -48,7 +49,11 @@ def start(
     # JAX's own watch for SIGTERM would take the signal away from the trainer.
     jax.config.update("jax_enable_preemption_service", False)
     try:
-        jax.distributed.initialize(**given, heartbeat_timeout_seconds=_HEARTBEAT_SECONDS)
+        jax.distributed.initialize(
+            **given,
+            heartbeat_timeout_seconds=_PATIENCE_SECONDS,
+            shutdown_timeout_seconds=_PATIENCE_SECONDS,
+        )
     except ValueError as error:
         raise ValueError(
             f"{error} Without a cluster that JAX knows (Slurm, GKE, a TPU slice) start each "

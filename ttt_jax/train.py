@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from ttt_jax import checkpoint, evaluate, metrics, optim, processes, progress, sharding
+from ttt_jax import checkpoint, evaluate, metrics, optim, processes, progress, sharding, workdirs
 from ttt_jax import config as config_lib
 from ttt_jax.metrics import note
 from ttt_jax.tasks import Result, Task, make_task
@@ -64,7 +64,7 @@ def main(config: Any, workdir: str | os.PathLike[str]) -> int:
     config.validate()
     if not processes.all_equal(list(config_lib.to_json(config).encode())):
         raise ValueError("the processes of this run were started with different flags")
-    checkpoint.check_workdir(workdir, config)
+    workdirs.check_workdir(workdir, config)
     if (done := _finished_message(workdir, config.train.steps)) is not None:
         note(done)
         return 0
@@ -101,7 +101,7 @@ def main(config: Any, workdir: str | os.PathLike[str]) -> int:
     else:
         note(f"Resuming at step {int(state.step)} of {config.train.steps} in {workdir}")
     if processes.is_first():
-        checkpoint.write_config(workdir, config)
+        workdirs.write_config(workdir, config)
     log = metrics.MetricsLog(workdir, int(state.step))
 
     # ------------------------------------------------------------------ training
@@ -136,6 +136,7 @@ def main(config: Any, workdir: str | os.PathLike[str]) -> int:
     log.close()
     if processes.is_first() and (plot := metrics.plot_loss(workdir, name, task.loss_name)):
         note(f"Loss plot: {plot}")
+    processes.all_true(True)  # none leaves while another still writes
     return code
 
 

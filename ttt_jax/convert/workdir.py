@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from ttt_jax import checkpoint, models, sharding
+from ttt_jax import checkpoint, models, sharding, workdirs
 from ttt_jax.convert import files, lact_llm, lact_nvs, vittt
 from ttt_jax.convert.tables import flatten, from_official, stack, to_official, unflatten, unstack
 from ttt_jax.models.h_vittt import HViTTTConfig
@@ -72,7 +72,7 @@ def import_weights(
         checkpoints = checkpoint.Checkpoints(draft, keep=config.train.keep)
         checkpoints.save(0, state, _Beginning(), config)
         checkpoints.close()
-        checkpoint.write_config(draft, config)
+        workdirs.write_config(draft, config)
         if target.exists():
             target.rmdir()
         draft.rename(target)
