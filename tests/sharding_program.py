@@ -29,6 +29,7 @@ MESHES = {
     "data 2, model 4": {"data": 2, "model": 4},
     "data 2, seq 4": {"data": 2, "seq": 4},
     "fsdp 2, seq 2, model 2": {"data": 1, "fsdp": 2, "seq": 2, "model": 2},
+    "fsdp 4, model 2": {"data": 1, "fsdp": 4, "model": 2},
 }
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from configs import lact_nvs, vittt
 from tests.tiny_run import program_environment
 from tests.tolerances import tolerance
 from ttt_jax import sharding
@@ -20,6 +21,7 @@ _ROOT = pathlib.Path(__file__).parent.parent
 
 
 _EVERYTHING = ("fsdp 2, seq 2, model 2",)
+_WITHOUT_SEQ = ("data 8", "fsdp 8", "data 2, model 4", "fsdp 4, model 2")
 _OTHERS = ("data 8", "fsdp 8", "data 2, model 4", "data 2, seq 4")
 
 
@@ -30,7 +32,11 @@ _OTHERS = ("data 8", "fsdp 8", "data 2, model 4", "data 2, seq 4")
         pytest.param((2, _OTHERS), id="V2, others", marks=pytest.mark.exhaustive),
         *(
             pytest.param((name, _OTHERS + _EVERYTHING), id=f"{name}", marks=pytest.mark.exhaustive)
-            for name in (0, 6, "vittt", "lact_nvs")
+            for name in (0, 6)
+        ),
+        *(
+            pytest.param((name, _WITHOUT_SEQ), id=name, marks=pytest.mark.exhaustive)
+            for name in ("vittt", "lact_nvs")
         ),
     ],
 )
@@ -57,7 +63,7 @@ def test_every_mesh_gives_the_loss_and_gradient_of_one_device(eight_devices):
 def test_parameters_are_cut_and_activations_stay_where_they_are(eight_devices):
     result, log = eight_devices
     parts = {"data 8": 1, "fsdp 8": 8, "data 2, model 4": 4}
-    parts |= {"data 2, seq 4": 1, "fsdp 2, seq 2, model 2": 4}
+    parts |= {"data 2, seq 4": 1, "fsdp 2, seq 2, model 2": 4, "fsdp 4, model 2": 8}
     for mesh, got in result["meshes"].items():
         assert got["part"] == 1 / parts[mesh], mesh  # of the largest parameter, on one device
         assert got["gathered"] == [], mesh
@@ -121,3 +127,8 @@ def test_sequences_that_do_not_divide_are_refused():
     config = Config(model=lact_llm.preset("tiny"), mesh=MeshConfig(seq=3))
     with pytest.raises(ValueError, match=r"data.sequence_length=512: .* config.mesh.seq=3"):
         config.validate()
+    for name in (vittt, lact_nvs):
+        config = name.get_config("tiny")
+        config.mesh.seq = 2
+        with pytest.raises(ValueError, match=r"mesh.seq=2: cuts rows of text; images and views"):
+            config.validate()

@@ -195,6 +195,7 @@ class MeshConfig:
       data: copies of the model, each on its own rows of the batch.
       fsdp: devices that split the rows and also hold one slice of each parameter.
       seq: devices that split the tokens of each row of text; it divides the sequence length.
+        Images and views are not cut.
       model: devices that split heads, hidden units and vocabulary.
 
     >>> MeshConfig(fsdp=8).validate()
@@ -241,8 +242,10 @@ class Config:
         parts = self.train.accumulation_steps
         rule = f"must be a multiple of config.train.accumulation_steps={parts}"
         _check(self.data.batch_size % parts == 0, "data.batch_size", self.data.batch_size, rule)
-        length = getattr(self.data, "sequence_length", None)
-        if length is not None and self.mesh.seq > 1:
+        if self.mesh.seq > 1:
+            length = getattr(self.data, "sequence_length", None)
+            rule = "cuts rows of text; images and views are not cut: use data, fsdp and model"
+            _check(length is not None, "mesh.seq", self.mesh.seq, rule)
             rule = f"must be a multiple of config.mesh.seq={self.mesh.seq}"
             _check(length % self.mesh.seq == 0, "data.sequence_length", length, rule)
 
