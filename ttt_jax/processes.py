@@ -5,7 +5,9 @@ reached it, a file that it could not read) has to reach the others before any of
 """
 
 import functools
-from typing import Any
+import os
+import sys
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-# A process that is silent for so long ends the others; one that failed waits as long for them.
+# A process that is silent for so long, or waits so long to leave, ends the others.
 _PATIENCE_SECONDS = 60
 
 
@@ -59,6 +61,21 @@ def start(
             f"{error} Without a cluster that JAX knows (Slurm, GKE, a TPU slice) start each "
             "process with --coordinator_address=HOST:PORT --num_processes=P --process_id=0 .. P-1"
         ) from error
+
+
+def fail(message: str) -> NoReturn:
+    """Ends this process with a message and code 1; at once where others may wait for it.
+
+    The usual end of one of several processes is a barrier, which those that still compute do not
+    reach; a scheduler that sees the code ends them.
+
+    Args:
+      message: written to standard error.
+    """
+    print(message, file=sys.stderr, flush=True)
+    if jax.distributed.is_initialized():
+        os._exit(1)
+    sys.exit(1)
 
 
 def is_first() -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from absl import app, flags, logging
 
-from ttt_jax import config_files
+from ttt_jax import config_files, processes
 from ttt_jax.checkpoint import CheckpointError
 
 
@@ -26,7 +26,7 @@ def run(main: Callable[[], int | None]) -> None:
             code = main()
         except (ValueError, NotImplementedError, OSError, CheckpointError) as error:
             logging.debug("traceback (shown with --verbosity=1)", exc_info=True)
-            sys.exit(f"error: {error}")
+            processes.fail(f"error: {error}")
         sys.exit(code)
 
     app.run(guarded, flags_parser=config_files.parse_flags)
