@@ -11,11 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from ttt_kernels import compat
-from ttt_kernels.fast_weight import mosaic_tpu, reference, xla
+from ttt_kernels.fast_weight import mosaic_gpu, mosaic_tpu, reference, xla
 
 NAMES = ("w0", "w1", "w2")
-Implementation = Literal["reference", "xla", "mosaic_tpu"]
-_MODULES = {"reference": reference, "xla": xla, "mosaic_tpu": mosaic_tpu}
+Implementation = Literal["reference", "xla", "mosaic_gpu", "mosaic_tpu"]
+_MODULES = {
+    "reference": reference, "xla": xla, "mosaic_gpu": mosaic_gpu, "mosaic_tpu": mosaic_tpu,
+}  # fmt: skip
+_HIDDEN = {"reference": reference, "xla": xla, "mosaic_gpu": mosaic_gpu}
 _logger = logging.getLogger("ttt_kernels")
 
 
@@ -30,9 +33,10 @@ def fast_weight_apply(
       weights: `w0` and `w2` [batch or 1, heads, key_dim, hidden], `w1` [batch or 1, heads, hidden,
         value_dim]; rounded to q's dtype for the products.
       q: [batch, heads, time, key_dim] floats; time >= 1.
-      implementation: "reference" (token by token), "xla" (any device), "mosaic_tpu" (one kernel
-        for TPUs, forwards and backwards), or None, which picks the fastest that runs here and logs
-        the choice once. A named implementation never falls back.
+      implementation: "reference" (token by token), "xla" (any device), "mosaic_gpu" (kernels for
+        Hopper GPUs, bfloat16), "mosaic_tpu" (one kernel for TPUs, forwards and backwards), or None,
+        which picks the fastest that runs here and logs the choice once. A named implementation
+        never falls back.
 
     Returns:
       [batch, heads, time, value_dim] in q's dtype; differentiable in every argument.
@@ -51,7 +55,59 @@ def fast_weight_apply(
     """
     matrices = _check_weights(weights, q, "q")
     module = _choose(implementation, matrices, q, "apply")
+    if module is not xla:
+        matrices = _for_each_row(matrices, q.shape[0])
     return module.apply(*matrices, q)
+
+
+def fast_weight_hidden(
+    weights: Mapping[str, jax.Array],
+    x: jax.Array,
+    rates: jax.Array | None = None,
+    implementation: Literal["reference", "xla", "mosaic_gpu"] | None = None,
+) -> jax.Array:
+    """The fast network's hidden activations, `rate_t (silu(x_t W0) * (x_t W2))`, token-major.
+
+    With `rates` they are the left factor of the last layer's gradient, `sum_t h_t^T dL_t/df`.
+
+    Args:
+      weights: `w0` and `w2` [batch or 1, heads, key_dim, hidden]; rounded to x's dtype.
+      x: [batch, time, heads, key_dim] floats; time >= 1.
+      rates: [batch, time, heads] floats, or None for 1.
+      implementation: "reference" (token by token), "xla" (any device), "mosaic_gpu" (one kernel
+        for Hopper GPUs, bfloat16), or None for what is known to be the fastest here. A named
+        implementation never falls back.
+
+    Returns:
+      [batch, time, heads, hidden] in x's dtype; differentiable in every argument.
+
+    Raises:
+      ValueError: an argument of the wrong shape, dtype or value.
+      NotImplementedError: the named implementation cannot run these arguments here.
+
+    Source: LaCT (Zhang et al., 2025), ``lact_model/ttt_operation.py``.
+
+    >>> import jax.numpy as jnp
+    >>> ones = jnp.ones((1, 1, 2, 2))
+    >>> hidden = fast_weight_hidden(dict(w0=ones, w2=ones), jnp.ones((1, 3, 1, 2)))
+    >>> hidden.shape, round(float(hidden[0, 0, 0, 0]), 3)  # silu(2) 2
+    ((1, 3, 1, 2), 3.523)
+    """
+    _check_tokens(x, "x", "[batch, time, heads, key_dim]")
+    batch, _, heads, key_dim = x.shape
+    sizes = (key_dim, weights["w0"].shape[-1]) if "w0" in weights else (key_dim, 0)
+    w0, w2 = (_check_weight(weights, n, batch, heads, sizes).astype(x.dtype) for n in ("w0", "w2"))
+    if rates is not None and rates.shape != x.shape[:3]:
+        raise ValueError(
+            f"rates has shape {rates.shape}; it must be {x.shape[:3]} = [batch, time, heads]"
+        )
+    if implementation not in (None, *_HIDDEN):
+        raise ValueError(
+            f"implementation={implementation!r} must be one of {sorted(_HIDDEN)} or None"
+        )
+    if implementation == "mosaic_gpu":
+        _refuse(implementation, mosaic_gpu.unsupported(w0, x) or compat.hopper_problem())
+    return _HIDDEN[implementation or "xla"].hidden(w0, w2, x, rates)
 
 
 def fast_weight_gradients(
@@ -116,33 +172,48 @@ def fast_weight_gradients(
             f"{(*k.shape[:3], len(names))} = [batch, heads, time, R] with {trained=}"
         )
     module = _choose(implementation, matrices, k.astype(dtype), "gradients")
+    if module is not xla:
+        matrices = _for_each_row(matrices, k.shape[0])
     made = module.gradients(*matrices, k.astype(dtype), error.astype(dtype), rates)
     return dict(zip(names, made, strict=True))
 
 
-def _check_weights(weights, x: jax.Array, name: str) -> list[jax.Array]:
-    """The three matrices in the tokens' dtype, one of each for each row and head."""
+def _check_tokens(x: jax.Array, name: str, axes: str) -> None:
     if x.ndim != 4 or 0 in x.shape or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(
-            f"{name} has shape {x.shape} and dtype {x.dtype}; it must be floats [batch, heads, "
-            "time, key_dim], no axis empty"
+            f"{name} has shape {x.shape} and dtype {x.dtype}; it must be floats {axes}, no axis "
+            "empty"
         )
+
+
+def _check_weight(weights, name: str, batch: int, heads: int, sizes) -> jax.Array:
+    if name not in weights:
+        raise ValueError(f"weights has no {name!r}; it must hold w0, w2 and, where used, w1")
+    w = weights[name]
+    if w.shape not in ((1, heads, *sizes), (batch, heads, *sizes)):
+        raise ValueError(
+            f"weights[{name!r}] has shape {w.shape}; it must be {(batch, heads, *sizes)} = "
+            "[batch or 1, heads, in, out] to match the tokens and the other weights"
+        )
+    return w
+
+
+def _check_weights(weights, x: jax.Array, name: str) -> list[jax.Array]:
+    """The three matrices in the tokens' dtype, one of each for each head and row, or all rows."""
+    _check_tokens(x, name, "[batch, heads, time, key_dim]")
     missing = [n for n in NAMES if n not in weights]
     if missing:
         raise ValueError(f"weights has no {missing}; it must hold {list(NAMES)}")
     batch, heads, _, key_dim = x.shape
     hidden, value_dim = weights["w0"].shape[-1], weights["w1"].shape[-1]
-    made = []
-    for n, sizes in zip(NAMES, ((key_dim, hidden), (hidden, value_dim), (key_dim, hidden)),
-                        strict=True):  # fmt: skip
-        w = weights[n]
-        if w.shape not in ((1, heads, *sizes), (batch, heads, *sizes)):
-            raise ValueError(
-                f"weights[{n!r}] has shape {w.shape}; it must be {(batch, heads, *sizes)} = "
-                f"[batch or 1, heads, in, out] to match {name} and the other weights"
-            )
-        made.append(jnp.broadcast_to(w.astype(x.dtype), (batch, heads, *sizes)))
-    return made
+    shapes = ((key_dim, hidden), (hidden, value_dim), (key_dim, hidden))
+    found = (_check_weight(weights, n, batch, heads, s) for n, s in zip(NAMES, shapes, strict=True))
+    return [w.astype(x.dtype) for w in found]
+
+
+def _for_each_row(matrices, batch: int) -> list[jax.Array]:
+    """The matrices with one of each for every row, as all but the XLA form want them."""
+    return [jnp.broadcast_to(w, (batch, *w.shape[1:])) for w in matrices]
 
 
 def _choose(implementation, matrices, x: jax.Array, operation: str):
@@ -152,14 +223,22 @@ def _choose(implementation, matrices, x: jax.Array, operation: str):
             f"implementation={implementation!r} must be one of {sorted(_MODULES)} or None"
         )
     problem = mosaic_tpu.unsupported(*matrices[:2], x) or compat.tpu_problem()
-    if implementation == "mosaic_tpu" and problem:
-        raise NotImplementedError(
-            f"implementation='mosaic_tpu' cannot run here: {problem}; implementation='xla' can"
-        )
+    if implementation == "mosaic_gpu":
+        _refuse(implementation, mosaic_gpu.unsupported(matrices[0], x) or compat.hopper_problem())
+    if implementation == "mosaic_tpu":
+        _refuse(implementation, problem)
     if implementation is None:
         implementation = "xla" if problem else "mosaic_tpu"
         _log_choice(operation, implementation, problem or "the arguments and the device suit it")
     return _MODULES[implementation]
+
+
+def _refuse(implementation: str, problem: str | None) -> None:
+    if problem:
+        raise NotImplementedError(
+            f"implementation={implementation!r} cannot run here: {problem}; "
+            "implementation='xla' can"
+        )
 
 
 @functools.cache

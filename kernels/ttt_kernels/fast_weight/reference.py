@@ -21,6 +21,21 @@ def _network(weights, x: jax.Array) -> jax.Array:
     return product(jax.nn.silu(product(x, w0)) * product(x, w2), w1)
 
 
+def hidden(w0: jax.Array, w2: jax.Array, x: jax.Array, rates: jax.Array | None) -> jax.Array:
+    """One token after the other in float32 (float64 for float64 tokens), token-major."""
+    w0, w2 = (w.astype(_wide(x.dtype)) for w in (w0, w2))
+    rates = jnp.ones(x.shape[:3], w0.dtype) if rates is None else rates.astype(w0.dtype)
+
+    def step(token):
+        x, rate = token
+        x = x.astype(w0.dtype)[..., None]
+        value = jax.nn.silu(jnp.sum(x * w0, axis=-2)) * jnp.sum(x * w2, axis=-2)
+        return value * rate[..., None]
+
+    out = lax.map(step, (jnp.moveaxis(x, 1, 0), jnp.moveaxis(rates, 1, 0)))
+    return jnp.moveaxis(out, 0, 1).astype(x.dtype)
+
+
 def apply(w0: jax.Array, w1: jax.Array, w2: jax.Array, q: jax.Array) -> jax.Array:
     """One token after the other in float32 (float64 for float64 tokens)."""
     weights = [w.astype(_wide(q.dtype)) for w in (w0, w1, w2)]
