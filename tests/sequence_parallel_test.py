@@ -184,7 +184,7 @@ def test_chunks_that_end_at_the_cuts():
 @pytest.mark.parametrize(
     "spec, options, ids, message",
     [
-        (_v(2), {"mode": "kernel"}, None, "momentum carries updates"),
+        (presets.titans(depth=2), {"mode": "kernel"}, None, "momentum carries updates"),
         (_v(0), {"mode": "parallel"}, None, "update='all'"),
         (_v(2), {"exchange": "mail"}, None, "exchange='mail'"),
         (_v(0), {"groups": 3}, None, r"groups=3 must divide .* 2 \* 2"),

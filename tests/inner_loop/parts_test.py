@@ -180,6 +180,6 @@ def test_constant_rates_and_momentum_are_the_gates_of_that_value():
 
 def test_explain_names_what_stands_in_the_way():
     page = str(ttt_jax.explain(presets.lact_llm(0)))
-    assert "weight_norm" in page and "w0, w2" in page and "Modes: recurrent." in page
+    assert "weight_norm" in page and "w0, w2" in page and "Modes: recurrent, kernel." in page
     assert ttt_jax.explain(presets.lact_llm(2)).parallel
     assert NewtonSchulz(dtype="bfloat16") == NewtonSchulz(dtype="bfloat16")

@@ -2,20 +2,20 @@
 
 import functools
 import logging
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ttt_jax.inner_loop import delta, kernel, parallel, recurrent, spans
+from ttt_jax.inner_loop import delta, kernel, parallel, recurrent, rows, spans
 from ttt_jax.inner_loop.checks import check_arguments
-from ttt_jax.inner_loop.chunks import arrange, head_major
+from ttt_jax.inner_loop.chunks import Tokens, arrange, head_major
 from ttt_jax.inner_loop.decode import decode_one, is_decode
 from ttt_jax.inner_loop.fast_nets import Weights
+from ttt_jax.inner_loop.prefix import PREFIXES
 from ttt_jax.inner_loop.spec import InnerLoop
 from ttt_jax.inner_loop.updates import State
 from ttt_jax.inner_loop.updates import initial_state as start_state
-from ttt_kernels import compat
 
 Mode = Literal["auto", "recurrent", "parallel", "kernel"]
 
@@ -58,10 +58,13 @@ def ttt(
       segment_ids: ``[batch, time]`` int32. A document is a run of equal ids >= 0 and starts from
         ``weights``; -1 is padding, which has no influence and output 0.
       initial_state: the state that an earlier call returned: its last document goes on here.
-      mode: ``"recurrent"`` (``lax.scan``), ``"parallel"`` (all chunks at once), ``"kernel"``
-        (Pallas), or ``"auto"``: the fastest that is exact. A named mode runs or raises.
+      mode: ``"recurrent"`` (``lax.scan``), ``"parallel"`` (all chunks at once), both in XLA;
+        ``"kernel"``: one call of a kernel where the layer is one, else the parallel or the
+        recurrent form with kernels inside; or ``"auto"``: the fastest that is exact. A named mode
+        runs or raises.
       implementation: ``"associative_scan"`` or ``"triangular"`` in ``"parallel"`` mode; the backend
-        of ``ttt_kernels`` in ``"kernel"`` mode; ``None`` picks.
+        of ``ttt_kernels``' operations in ``"kernel"`` mode (``"mosaic_gpu"``, ``"mosaic_tpu"``,
+        ``"xla"``); ``None`` picks, operation by operation.
 
     Returns:
       Outputs ``[batch, time, heads, value_dim]`` in the dtype of ``q``, and the ``State`` after the
@@ -88,40 +91,58 @@ def ttt(
         spec, weights, q, k, v, lr, momentum, forget, segment_ids, initial_state, erase
     )
     channel_gate = delta.has_channel_gate(forget)
-    mode, implementation = choose(spec, mode, implementation, channel_gate)
-    tokens = head_major(q, k, v, lr, momentum, forget, erase)
-    if spec.query == "key":
-        tokens = tokens._replace(q=tokens.k)
-    start = start_state(spec, weights, k.shape[0])
+    chosen = choose(spec, mode, implementation, channel_gate)
+    q = k if spec.query == "key" else q
     static = {name: w for name, w in weights.items() if name not in spec.trained}
-    if initial_state is not None and is_decode(spec, tokens):
-        out, state = decode_one(spec, static, tokens, segment_ids, initial_state, start)
-    elif not isinstance(spec.order, str):
-        first = initial_state or start
-        if mode == "parallel":
-            out, state = spans.run_parallel(spec, static, tokens, first, start, implementation)
-        else:
-            out, state = spans.run(spec, static, tokens, first, start)
-    elif mode == "kernel":
-        first, continued = initial_state or start, initial_state is not None
-        out, state = kernel.run(
-            spec, static, tokens, segment_ids, first, start, continued, implementation
-        )
-    else:
-        first, continued = initial_state or start, initial_state is not None
-        chunks = arrange(spec, tokens, segment_ids, first.buffer, continued)
-        first = first._replace(buffer=None)
-        if mode == "parallel":
-            out, state = parallel.run(spec, static, chunks, first, start, implementation)
-        else:
-            out, state = recurrent.run(spec, static, chunks, first, start)
+    start = start_state(spec, weights, k.shape[0])
+    whole = segment_ids is None and initial_state is None
+    if chosen.form == "parallel" and whole and rows.fits(spec, chosen.backend):
+        tokens = dict(q=q, k=k, v=v, lr=lr, momentum=momentum, forget=forget)
+        return rows.run(spec, static, tokens, start, chosen.prefix, chosen.backend)
+    tokens = head_major(q, k, v, lr, momentum, forget, erase)
+    out, state = _run(spec, static, tokens, segment_ids, initial_state, start, chosen)
     return jnp.swapaxes(out, 1, 2), state
+
+
+class Choice(NamedTuple):
+    """How ``ttt`` runs."""
+
+    form: str  # "recurrent", "parallel" or "call", which is one call of a kernel
+    prefix: str | None = None  # implementation of the prefix over chunks; None picks
+    backend: str | None = "xla"  # of the operations of ttt_kernels; None picks
+
+
+def _run(
+    spec: InnerLoop,
+    static: Weights,
+    tokens: Tokens,
+    segment_ids: jax.Array | None,
+    initial_state: State | None,
+    start: State,
+    chosen: Choice,
+) -> tuple[jax.Array, State]:
+    """``ttt`` on head-major tokens."""
+    first, continued = initial_state or start, initial_state is not None
+    form, prefix, backend = chosen
+    if continued and is_decode(spec, tokens):
+        return decode_one(spec, static, tokens, segment_ids, initial_state, start)
+    if not isinstance(spec.order, str):
+        if form == "parallel":
+            return spans.run_parallel(spec, static, tokens, first, start, prefix, backend)
+        return spans.run(spec, static, tokens, first, start, backend)
+    if form == "call":
+        return kernel.run(spec, static, tokens, segment_ids, first, start, continued, backend)
+    chunks = arrange(spec, tokens, segment_ids, first.buffer, continued)
+    first = first._replace(buffer=None)
+    if form == "parallel":
+        return parallel.run(spec, static, chunks, first, start, prefix, backend=backend)
+    return recurrent.run(spec, static, chunks, first, start, backend)
 
 
 def choose(
     spec: InnerLoop, mode: Mode, implementation: str | None, channel_gate: bool
-) -> tuple[str, str | None]:
-    """The mode that runs and its implementation; raises where a named one cannot."""
+) -> Choice:
+    """How ``ttt`` runs in a mode; raises where a named one cannot."""
     if mode not in ("auto", "recurrent", "parallel", "kernel"):
         raise ValueError(f"{mode=}: use 'auto', 'recurrent', 'parallel' or 'kernel'")
     serial, no_kernel = parallel.obstacles(spec), kernel.obstacles(spec, channel_gate)
@@ -129,21 +150,24 @@ def choose(
         if implementation is not None:
             raise ValueError(f"{implementation=} needs a named mode; mode='auto' picks both")
         mode = "recurrent" if serial or parallel.is_dear(spec) else "parallel"
-        if not no_kernel and None in (compat.hopper_problem(), compat.tpu_problem()):
-            mode = "kernel"
+        mode = "kernel" if kernel.wins(spec, channel_gate) else mode
         _log_choice(spec, mode)
     if mode == "kernel" and no_kernel:
         raise ValueError("mode='kernel' cannot run this specification: " + "; ".join(no_kernel))
     if mode == "parallel" and serial:
         raise ValueError("mode='parallel' cannot run this specification: " + "; ".join(serial))
-    if mode == "parallel" and implementation is None and spec.chunk_size == 1 and not no_kernel:
-        return "kernel", "xla"  # tiles of many one-token chunks: one state a token would not fit
-    prefixes = tuple(parallel.PREFIXES) if delta.obstacles(spec) else ()
-    prefixes = ("associative_scan",) if parallel.is_dear(spec) else prefixes
-    allowed = {"recurrent": (), "parallel": prefixes}.get(mode)
-    if implementation is not None and allowed is not None and implementation not in allowed:
-        raise ValueError(f"{implementation=} with {mode=}: use one of {allowed} or None")
-    return mode, implementation
+    one_call = not kernel.one_call_obstacles(spec, channel_gate)
+    if mode == "kernel":
+        form = "call" if one_call else "recurrent" if serial else "parallel"
+        return Choice(form, backend=implementation)
+    prefixes = tuple(PREFIXES) if mode == "parallel" and delta.obstacles(spec) else ()
+    if prefixes and parallel.is_dear(spec):
+        prefixes = ("associative_scan",)
+    if implementation not in (None, *prefixes):
+        raise ValueError(f"{implementation=} with {mode=}: use one of {prefixes} or None")
+    if mode == "parallel" and implementation is None and spec.chunk_size == 1 and one_call:
+        return Choice("call")  # tiles of many one-token chunks: one state a token would not fit
+    return Choice(mode, implementation)
 
 
 @functools.cache

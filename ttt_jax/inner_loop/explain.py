@@ -36,7 +36,7 @@ class Explanation:
       spec: the inner loop in question.
       not_reducible: why it is no linear attention, one reason each; empty where it is one.
       not_parallel: why its chunks cannot run at once; empty where they can.
-      not_kernel: why it is not one call of a kernel; empty where it is.
+      not_kernel: why no operation of it has a kernel; empty where one has.
       path: the steps that are left to plain linear attention.
     """
 
@@ -77,7 +77,7 @@ class Explanation:
                 self.not_parallel,
                 yes if parallel.is_dear(self.spec) else "Yes.",
             ),
-            ("Is it one call of a kernel?", self.not_kernel, "Yes."),
+            ("Do kernels serve it?", self.not_kernel, "Yes."),
         ):
             lines.append(f"{question} {'No:' if reasons else answer}")
             lines += [_wrap("- " + reason, 2) for reason in reasons]
@@ -106,7 +106,7 @@ def explain(spec: InnerLoop) -> Explanation:
       >>> from ttt_jax.inner_loop import presets
       >>> found = explain(presets.lact_llm(variant=1))
       >>> found.reducible, found.parallel, found.modes
-      (True, False, ('recurrent',))
+      (True, False, ('recurrent', 'kernel'))
       >>> [step.removes for step in found.path][:2]
       ['weight norm', 'the hidden layer of the fast network']
     """

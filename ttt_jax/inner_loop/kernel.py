@@ -1,28 +1,54 @@
-"""``mode="kernel"``: the inner loops that are one call of a kernel of ``ttt_kernels``.
+"""``mode="kernel"``: what of an inner loop has kernels in ``ttt_kernels``, and where they win.
 
-Delta rules and forget gates with a number a channel are ``delta``'s; the others linear attention:
-with ``q̂ = φ(q)``, ``k̂ = rate · φ(k)`` and ``v̂ = scale · v`` the layer is ``o = q̂ (W₀ + Σ k̂ᵀ v̂)``:
-causal by token at ``chunk_size=1``, causal by chunk otherwise. ``mode="parallel"`` evaluates the
-token-causal ones here too, in XLA: one state a token would not fit.
+Some inner loops are one call of a kernel, run here. Delta rules and forget gates with a number a
+channel are ``delta``'s; the others linear attention: with ``q̂ = φ(q)``, ``k̂ = rate · φ(k)`` and
+``v̂ = scale · v`` the layer is ``o = q̂ (W₀ + Σ k̂ᵀ v̂)``, causal by token at ``chunk_size=1``, causal
+by chunk otherwise. ``mode="parallel"`` evaluates the token-causal ones here too, in XLA: one state
+a token would not fit. Other inner loops run in their recurrent or parallel form with kernels
+inside: the fast network, sums and products of chunks, Newton-Schulz.
 """
 
 import jax
 import jax.numpy as jnp
 
-from ttt_jax.inner_loop import delta, parallel
+from ttt_jax.inner_loop import delta, parallel, rows
 from ttt_jax.inner_loop.chunks import Tokens, arrange, documents, like, squeeze, take
-from ttt_jax.inner_loop.fast_nets import Weights, dense
+from ttt_jax.inner_loop.fast_nets import SwiGLU, Weights, dense
 from ttt_jax.inner_loop.recurrent import finish
 from ttt_jax.inner_loop.spec import InnerLoop
-from ttt_jax.inner_loop.updates import State, target
+from ttt_jax.inner_loop.updates import State
+from ttt_kernels import compat
 from ttt_kernels.linear_attention import linear_attention
 
 
 def obstacles(spec: InnerLoop, channel_gate: bool = False) -> list[str]:
-    """Why ``spec`` is not one call of a kernel: one sentence a field, or nothing.
+    """Why no operation of ``spec`` has a kernel: one sentence a field, or nothing.
 
     ``channel_gate`` says whether ``forget`` has a number for each channel.
     """
+    return [] if _has_kernels_inside(spec) else one_call_obstacles(spec, channel_gate)
+
+
+def _has_kernels_inside(spec: InnerLoop) -> bool:
+    """Whether the recurrent or the parallel form of ``spec`` has an operation with kernels."""
+    if parallel.is_dear(spec) or spec.order == "token_causal":
+        return False
+    swiglu = type(spec.fast_net) is SwiGLU
+    return swiglu or spec.orthogonalise is not None or rows.fits(spec, None)
+
+
+def wins(spec: InnerLoop, channel_gate: bool) -> bool:
+    """Whether ``mode="auto"`` takes kernels on the device at hand: where they were seen to win."""
+    one_call = not one_call_obstacles(spec, channel_gate)
+    if compat.hopper_problem() is None:
+        return one_call
+    if compat.tpu_problem() is None:
+        return not obstacles(spec, channel_gate)
+    return False
+
+
+def one_call_obstacles(spec: InnerLoop, channel_gate: bool = False) -> list[str]:
+    """Why ``spec`` is not one call of a kernel: one sentence a field, or nothing."""
     if not delta.obstacles(spec):
         return []
     found = parallel.obstacles(spec)
@@ -32,7 +58,7 @@ def obstacles(spec: InnerLoop, channel_gate: bool = False) -> list[str]:
             "mode='parallel' or losses.DotProduct()"
         )
     if not isinstance(spec.order, str):
-        found.append("order is an explicit list of spans, which no kernel runs; use mode='auto'")
+        found.append("order is an explicit list of spans, which is no single call; use mode='auto'")
     if channel_gate and not _by_token(spec):
         found.append("forget has a number a channel: use mode='parallel' or one number a head")
     if spec.momentum is not None:
@@ -64,7 +90,7 @@ def run(
     continued: bool,
     implementation: str | None,
 ) -> tuple[jax.Array, State]:
-    """As ``recurrent.run``, from tokens, for a specification without ``obstacles``.
+    """As ``recurrent.run``, from tokens, for a specification without ``one_call_obstacles``.
 
     Args:
       spec: the inner loop.
@@ -87,12 +113,10 @@ def run(
     name = spec.fast_net.last
     queries = spec.fast_net.features(static, tokens.q)
     keys = _rated_keys(spec, static, tokens)
-    if spec.order == "apply_then_update":  # the unfinished chunk stays out of the state
+    ragged = ids is not None or time % spec.chunk_size != 0
+    if spec.order == "apply_then_update" and ragged:  # an unfinished chunk stays out of the state
         keys = jnp.where(like(_unfinished(spec, ids, document, position), keys), 0, keys)
-    goal = target(spec, tokens.k, tokens.v)
-    values = -spec.loss.cotangent(goal, goal).astype(goal.dtype)
-    key_gate, gate = (spec.fast_net.gate(static, x) for x in (tokens.k, tokens.q))
-    values = values if key_gate is None else values * key_gate
+    values, gate = parallel.values_of(spec, static, tokens), spec.fast_net.gate(static, tokens.q)
     log_decay = _log_decay(spec, tokens)
     out, state = linear_attention(
         jnp.swapaxes(queries, 1, 2),

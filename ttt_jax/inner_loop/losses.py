@@ -47,6 +47,10 @@ class Loss:
         """``∂L/∂prediction`` of each token, ``[..., time, value_dim]``, in the input's dtype."""
         return jax.grad(lambda f: jnp.sum(self.value(f, target)))(prediction)
 
+    def descent(self, target: jax.Array) -> jax.Array:
+        """``−∂L/∂prediction`` where the loss is ``state_free``, like ``target``: what is learnt."""
+        return -self.cotangent(target, target).astype(target.dtype)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DotProduct(Loss):
@@ -69,6 +73,10 @@ class DotProduct(Loss):
     def cotangent(self, prediction: jax.Array, target: jax.Array) -> jax.Array:
         """``−scale · target``."""
         return -self.scale * target
+
+    def descent(self, target: jax.Array) -> jax.Array:
+        """``scale · target``; the target itself, and no pass over memory, for a scale of 1."""
+        return target if self.scale == 1 else self.scale * target
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,23 +6,28 @@ then prefixes of an associative operation, and the outputs one batched product (
 Updates of the squared loss are affine in the state and compose, too: ``delta`` and ``affine``.
 """
 
-import functools
-from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from ttt_jax.inner_loop import affine, delta, recurrent
+from ttt_jax.inner_loop.backends import backend_of
 from ttt_jax.inner_loop.chunks import Chunks
-from ttt_jax.inner_loop.fast_nets import Weights, dense, outer_products
+from ttt_jax.inner_loop.fast_nets import Weights
+from ttt_jax.inner_loop.prefix import Scan, scan_of
 from ttt_jax.inner_loop.recurrent import finish, read_base
 from ttt_jax.inner_loop.spec import InnerLoop
-from ttt_jax.inner_loop.updates import Slot, State, shape_update, target
-
-# (decay, values, initial), as for ``prefix``, to what the first slot starts from and the prefix.
-Scan = Callable[[jax.Array | None, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
-
-_TRIANGULAR_LIMIT = 128  # chunks up to which a triangular product beats the scan
+from ttt_jax.inner_loop.updates import (
+    Slot,
+    State,
+    chunk_gradients,
+    has_operations,
+    predict,
+    shaped,
+    target,
+)
+from ttt_kernels.chunk_products import chunk_outputs, chunk_summaries
 
 
 def obstacles(spec: InnerLoop) -> list[str]:
@@ -76,6 +81,7 @@ def run(
     start: State,
     implementation: str | None = None,
     scan: Scan | None = None,
+    backend: str | None = "xla",
 ) -> tuple[jax.Array, State]:
     """As ``recurrent.run``, for a specification without ``obstacles``.
 
@@ -88,25 +94,29 @@ def run(
       implementation: of the prefix over chunks: ``"associative_scan"``, ``"triangular"``, or
         ``None`` for the faster one.
       scan: the prefix itself, where it is not ``prefix`` of the chunks at hand: see ``Scan``.
+      backend: of the operations of ``ttt_kernels``; ``None`` lets each of them pick.
     """
     if spec.chunk_size is None:
-        return recurrent.run(spec, static, chunks, initial, start)
+        return recurrent.run(spec, static, chunks, initial, start, backend)
     state, outputs, before = initial, None, initial
     if chunks.slots is not None:
-        scan = scan or functools.partial(plain_scan, implementation=implementation)
-        ahead, states, momenta = all_states(spec, static, chunks.slots, initial, start, scan)
-        name = spec.fast_net.last
-        weights = {name: states[-1]}
-        momentum = None if momenta is None else {name: momenta[-1]}
-        state = initial._replace(weights=weights, momentum=momentum)
-        before = initial._replace(weights={name: ahead})
+        scan = scan or scan_of(chunks.slots.k.dtype, implementation)
+        found = all_states(spec, static, chunks.slots, initial, start, scan, backend)
+        state, before = found.final, initial._replace(weights={spec.fast_net.last: found.ahead})
         if chunks.reads:
-            queries = chunks.slots.q[: chunks.reads]
-            gate = spec.fast_net.gate(static, queries)
-            outputs = dense(spec.fast_net.features(static, queries), states[: chunks.reads])
-            outputs = outputs if gate is None else outputs * gate
-    base = read_base(spec, static, chunks, before, start)
+            read = found.weights[: chunks.reads]
+            outputs = _outputs(spec, static, read, chunks.slots.q[: chunks.reads], backend)
+    base = read_base(spec, static, chunks, before, start, backend)
     return chunks.collect(base, outputs), finish(chunks, state, start)
+
+
+class States(NamedTuple):
+    """What the updates of all chunks lead to."""
+
+    ahead: jax.Array  # weights that the first slot starts from, [batch, heads, in, out]
+    weights: jax.Array  # of the last layer after each slot (or ahead), [n, batch, heads, in, out]
+    momenta: jax.Array | None  # likewise, where there is momentum
+    final: State  # after the last slot, without buffer
 
 
 def all_states(
@@ -116,7 +126,8 @@ def all_states(
     initial: State,
     start: State,
     scan: Scan,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    backend: str | None = "xla",
+) -> States:
     """Weights of the last layer, and momentum where there is one, after each slot.
 
     Args:
@@ -126,50 +137,133 @@ def all_states(
       initial: the state before the first slot.
       start: the state from which a new document starts.
       scan: the prefix over slots.
-
-    Returns:
-      The weights ahead of the first slot, ``[batch, heads, in, out]``, and two arrays
-      ``[n, batch, heads, in, out]``; the second is ``None`` without momentum.
+      backend: of the operations of ``ttt_kernels``.
     """
     name = spec.fast_net.last
     if not spec.loss.state_free:
-        return initial.weights[name], *affine.all_states(spec, static, slots, initial, start)
-    update = _known_gradients(spec, static, slots)
-    valid, fresh = _rows(slots.valid), _rows(slots.fresh)
-    momenta = None
-    if valid is not None:
-        update = jnp.where(valid, update, 0)
-    if spec.steps > 1:
-        update = jnp.repeat(update, spec.steps, axis=0)
-    if spec.momentum is not None:
-        decay = _at_steps(spec, slots.momentum, valid, fresh, first_only=False)
-        _, momenta = scan(decay, update, initial.momentum[name])
-        update = momenta
-    moved = shape_update(spec, update, slots.k.dtype)
-    if valid is not None:  # an empty slot moves nothing, though a momentum is there
-        moved = jnp.where(jnp.repeat(valid, spec.steps, axis=0), moved, 0)
-    forget = _at_steps(spec, slots.forget, valid, fresh, first_only=True)
-    if fresh is not None:  # a document starts from the initial weights, forgotten once
-        gate = 1 if slots.forget is None else slots.forget
-        entry = jnp.where(fresh, gate * start.weights[name], 0)
-        by_slot = moved.reshape(-1, spec.steps, *moved.shape[1:])
-        first, rest = by_slot[:, :1] + entry[:, None], by_slot[:, 1:]
-        moved = jnp.concatenate([first, rest], axis=1).reshape(moved.shape)
-    ahead, states = scan(forget, moved, initial.weights[name])
-    last = slice(spec.steps - 1, None, spec.steps)
-    return ahead, states[last], None if momenta is None else momenta[last]
+        weights, momenta = affine.all_states(spec, static, slots, initial, start)
+        momentum = None if momenta is None else {name: momenta[-1]}
+        final = initial._replace(weights={name: weights[-1]}, momentum=momentum)
+        return States(initial.weights[name], weights, momenta, final)
+    gradients = _known_gradients(spec, {**static, name: start.weights[name]}, slots, backend)
+    by_slot = [slots.momentum, slots.forget, _rows(slots.valid), _rows(slots.fresh)]
+    gates = Gates(*(None if x is None else jnp.moveaxis(x, 0, 2) for x in by_slot))
+    descents = jnp.moveaxis(-gradients, 0, 2)
+    found = accumulate(
+        spec, descents, gates, slots.k.dtype, initial, start, scan, backend=backend
+    )
+    first = [None if x is None else jnp.moveaxis(x, 2, 0) for x in (found.weights, found.momenta)]
+    return States(found.ahead, *first, found.final)
 
 
-def _known_gradients(spec: InnerLoop, static: Weights, slots: Slot) -> jax.Array:
+def _known_gradients(
+    spec: InnerLoop, weights: Weights, slots: Slot, backend: str | None
+) -> jax.Array:
     """``G_c`` of each slot, which does not depend on the state: ``[n, batch, heads, in, out]``."""
-    keys = spec.fast_net.features(static, slots.k)
-    goal, gate = target(spec, slots.k, slots.v), spec.fast_net.gate(static, slots.k)
-    error = spec.loss.cotangent(goal, goal)
-    error = error if gate is None else error * gate
-    gradient = outer_products(keys, error, slots.rates[spec.fast_net.last])
+    name, rate = spec.fast_net.last, slots.rates[spec.fast_net.last]
+    if has_operations(spec, weights, slots):
+        return chunk_gradients(spec, weights, slots, backend)[name]
+    keys, values = spec.fast_net.features(weights, slots.k), values_of(spec, weights, slots)
+    keys = keys if rate is None else (keys * rate).astype(keys.dtype)
+    keys, values = _one_chunk_a_row(keys), _one_chunk_a_row(values)
+    backend = backend_of("chunk_products", backend)
+    sums = chunk_summaries(keys, values, keys.shape[1], implementation=backend)
+    gradient = -sums.reshape(*slots.k.shape[:3], *sums.shape[-2:])
     if spec.loss.reduction == "mean":
         gradient = gradient / slots.count[:, :, None, None, None]
     return gradient
+
+
+def _outputs(
+    spec: InnerLoop, static: Weights, states: jax.Array, q: jax.Array, backend: str | None
+) -> jax.Array:
+    """What the queries of each slot, ``[n, batch, heads, reads, key_dim]``, read from its state."""
+    weights = {**static, spec.fast_net.last: states}
+    if has_operations(spec, weights):
+        return predict(spec, weights, q, backend)
+    gate = spec.fast_net.gate(static, q)
+    queries = _one_chunk_a_row(spec.fast_net.features(static, q))
+    states = states.reshape(-1, 1, 1, *states.shape[-2:])
+    backend = backend_of("chunk_products", backend)
+    out = chunk_outputs(queries, states, queries.shape[1], implementation=backend)
+    out = out.reshape(*q.shape[:-1], out.shape[-1])
+    return out if gate is None else out * gate
+
+
+def _one_chunk_a_row(x: jax.Array) -> jax.Array:
+    """``[n, batch, heads, tokens, channels]`` as token-major rows of one chunk and one head."""
+    return x.reshape(-1, x.shape[-2], 1, x.shape[-1])
+
+
+def values_of(spec: InnerLoop, weights: Weights, tokens) -> jax.Array:
+    """``v̂ = −∂L/∂f`` of each token, times the network's gate: what the last layer learns."""
+    goal, gate = target(spec, tokens.k, tokens.v), spec.fast_net.gate(weights, tokens.k)
+    values = spec.loss.descent(goal)
+    return values if gate is None else values * gate
+
+
+class Gates(NamedTuple):
+    """What each chunk does with what it starts from; ``None``: not used."""
+
+    momentum: jax.Array | None = None  # [batch, heads, n, 1, 1]
+    forget: jax.Array | None = None  # [batch, heads, n, 1 or in, 1]
+    valid: jax.Array | None = None  # [batch, 1, n, 1, 1] bool: there is a chunk
+    fresh: jax.Array | None = None  # [batch, 1, n, 1, 1] bool: it is the first of its document
+
+
+def accumulate(
+    spec: InnerLoop,
+    descents: jax.Array,
+    gates: Gates,
+    token_dtype: jnp.dtype,
+    initial: State,
+    start: State,
+    scan: Scan,
+    backend: str | None = "xla",
+    ahead: bool = False,
+) -> States:
+    """Momentum, shape and sum of known gradients: ``M_c = β_c M_{c-1} + G_c`` and so on.
+
+    Args:
+      spec: an inner loop without ``obstacles``.
+      descents: ``-G_c``, ``[batch, heads, n, in, out]``.
+      gates: of the chunks.
+      token_dtype: of the tokens.
+      initial: the state before the first chunk.
+      start: the state from which a new document starts.
+      scan: the prefix over chunks.
+      backend: of the operations of ``ttt_kernels``.
+      ahead: give the weights ahead of each chunk, not those after it.
+
+    Returns:
+      ``States``, with chunks on axis 2: ``[batch, heads, n, in, out]``.
+    """
+    name, (momentum_gate, forget, valid, fresh) = spec.fast_net.last, gates
+    momenta = final_momentum = None
+    update = descents if valid is None else jnp.where(valid, descents, 0)
+    if spec.steps > 1:
+        update = jnp.repeat(update, spec.steps, axis=2)
+    if spec.momentum is not None:
+        decay = _at_steps(spec, momentum_gate, valid, fresh, first_only=False)
+        _, update, last = scan(decay, update, -initial.momentum[name], False)
+        momenta, final_momentum = -update, {name: -last}
+    moved = shaped(spec, update, token_dtype, backend)
+    if spec.direction == "ascent":
+        moved = -moved
+    if valid is not None:  # an empty slot moves nothing, though a momentum is there
+        moved = jnp.where(jnp.repeat(valid, spec.steps, axis=2), moved, 0)
+    decay = _at_steps(spec, forget, valid, fresh, first_only=True)
+    if fresh is not None:  # a document starts from the initial weights, forgotten once
+        gate = 1 if forget is None else forget
+        entry = jnp.where(fresh, gate * start.weights[name][:, :, None], 0)
+        by_slot = moved.reshape(*entry.shape[:3], spec.steps, *moved.shape[3:])
+        first, rest = by_slot[:, :, :, :1] + entry[:, :, :, None], by_slot[:, :, :, 1:]
+        moved = jnp.concatenate([first, rest], axis=3).reshape(moved.shape)
+    begin, weights, last = scan(decay, moved, initial.weights[name], ahead)
+    final = initial._replace(weights={name: last}, momentum=final_momentum)
+    first, end = slice(None, None, spec.steps), slice(spec.steps - 1, None, spec.steps)
+    momenta = None if momenta is None else momenta[:, :, end]
+    return States(begin, weights[:, :, first if ahead else end], momenta, final)
 
 
 def _rows(mask: jax.Array | None) -> jax.Array | None:
@@ -195,85 +289,5 @@ def _at_steps(
         first = jnp.where(fresh, 0, first)
     if valid is not None:
         first, later = jnp.where(valid, first, 1), jnp.where(valid, later, 1)
-    steps = jnp.stack([first] + [later] * (spec.steps - 1), 1)
-    return steps.reshape(-1, *gate.shape[1:])
-
-
-def plain_scan(
-    decay: jax.Array | None, values: jax.Array, initial: jax.Array, implementation: str | None
-) -> tuple[jax.Array, jax.Array]:
-    """``prefix`` as a ``Scan``: the chunks at hand are all there are."""
-    return initial, prefix(decay, values, initial, implementation)
-
-
-def prefix(
-    decay: jax.Array | None,
-    values: jax.Array,
-    initial: jax.Array,
-    implementation: str | None = None,
-) -> jax.Array:
-    """All ``S_n = decay_n · S_{n-1} + values_n`` with ``S_{-1} = initial``.
-
-    Args:
-      decay: ``[n, batch, heads, 1 or in, 1]``, or ``None`` for 1.
-      values: ``[n, batch, heads, in, out]``.
-      initial: ``[batch, heads, in, out]``.
-      implementation: ``"associative_scan"`` (the definition), ``"triangular"`` (a product with the
-        lower-triangular matrix of the decays' products: fewer launches for few chunks), ``None``.
-
-    Returns:
-      ``[n, batch, heads, in, out]``.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> ones = jnp.ones((3, 1, 1, 1, 1))
-      >>> prefix(0.5 * ones, ones, jnp.zeros((1, 1, 1, 1))).ravel().tolist()
-      [1.0, 1.5, 1.75]
-    """
-    if implementation is None:
-        small = values.shape[0] <= _TRIANGULAR_LIMIT
-        scalar = decay is None or decay.shape[3] == 1
-        implementation = "triangular" if small and scalar else "associative_scan"
-    return PREFIXES[implementation](decay, values, initial)
-
-
-def _associative_prefix(decay, values, initial):
-    if decay is None:
-        decay = jnp.ones((values.shape[0], 1, 1, 1, 1), values.dtype)
-    decay = jnp.broadcast_to(decay, (*values.shape[:3], *decay.shape[3:]))
-
-    def combine(early, late):
-        return early[0] * late[0], late[0] * early[1] + late[1]
-
-    values = jnp.concatenate([values[:1] + decay[:1] * initial, values[1:]])
-    return jax.lax.associative_scan(combine, (decay, values))[1]
-
-
-def _triangular_prefix(decay, values, initial):
-    number = values.shape[0]
-    order = jnp.arange(number)
-    if decay is None:
-        matrix = jnp.tril(jnp.ones((number, number), values.dtype))
-        carried = initial
-        equation = "nm,mbhio->nbhio"
-    else:
-        if decay.shape[3] != 1:
-            raise ValueError(
-                f"decay has {decay.shape[3]} channels: implementation='triangular' needs one "
-                "number a head; use 'associative_scan'"
-            )
-        # product of decay[m+1 .. n]: a running product down each column, started below the diagonal
-        factors = decay[:, None, :, :, 0, 0]
-        below = (order[:, None] > order[None, :])[:, :, None, None]
-        matrix = jnp.cumprod(jnp.where(below, factors, 1), axis=0)
-        matrix = jnp.where((order[:, None] >= order[None, :])[:, :, None, None], matrix, 0)
-        carried = jnp.cumprod(decay, axis=0) * initial
-        equation = "nmbh,mbhio->nbhio"
-    summed = jnp.einsum(equation, matrix, values, precision=jax.lax.Precision.HIGHEST)
-    return summed + carried
-
-
-PREFIXES: dict[str, Callable] = {
-    "associative_scan": _associative_prefix,
-    "triangular": _triangular_prefix,
-}
+    steps = jnp.stack([first] + [later] * (spec.steps - 1), 3)
+    return steps.reshape(*gate.shape[:2], -1, *gate.shape[3:])

@@ -20,7 +20,12 @@ _PLAIN_SCAN = 64  # chunks up to which every state is kept
 
 
 def run(
-    spec: InnerLoop, static: Weights, chunks: Chunks, initial: State, start: State
+    spec: InnerLoop,
+    static: Weights,
+    chunks: Chunks,
+    initial: State,
+    start: State,
+    backend: str | None = "xla",
 ) -> tuple[jax.Array, State]:
     """Output and final state of the inner loop over ``chunks``.
 
@@ -30,6 +35,7 @@ def run(
       chunks: the arranged tokens.
       initial: the state before the first chunk, without its buffer.
       start: the state from which a new document starts.
+      backend: of the operations of ``ttt_kernels``; ``None`` lets each of them pick.
 
     Returns:
       ``[batch, heads, time, value_dim]`` and the state, with the unfinished chunk.
@@ -38,10 +44,10 @@ def run(
     def step(state, slot):
         if spec.order == "token_causal":
             return token_causal.step(spec, static, state, slot, start)
-        state = update(spec, static, state, slot, start)
-        return state, apply(spec, static, state, slot.q)
+        state = update(spec, static, state, slot, start, backend)
+        return state, apply(spec, static, state, slot.q, backend)
 
-    base = read_base(spec, static, chunks, initial, start)
+    base = read_base(spec, static, chunks, initial, start, backend)
     state, outputs = initial, None
     if chunks.reads:
         read = jax.tree.map(lambda x: x[: chunks.reads], chunks.slots)
@@ -49,20 +55,25 @@ def run(
     out = chunks.collect(base, outputs)
     if chunks.slots is not None and chunks.slots.k.shape[0] > chunks.reads:
         last = jax.tree.map(lambda x: x[-1], chunks.slots)
-        state = update(spec, static, state, last, start)
+        state = update(spec, static, state, last, start, backend)
     return out, finish(chunks, state, start)
 
 
 def read_base(
-    spec: InnerLoop, static: Weights, chunks: Chunks, initial: State, start: State
+    spec: InnerLoop,
+    static: Weights,
+    chunks: Chunks,
+    initial: State,
+    start: State,
+    backend: str | None = "xla",
 ) -> jax.Array | None:
     """Outputs of the queries that come before any update of their document."""
     if chunks.base is None:
         return None
-    out = apply(spec, static, initial, chunks.base)
+    out = apply(spec, static, initial, chunks.base, backend)
     if chunks.continues is None:
         return out
-    fresh = apply(spec, static, start, chunks.base)
+    fresh = apply(spec, static, start, chunks.base, backend)
     return jnp.where(chunks.continues[:, None, :, None], out, fresh)
 
 

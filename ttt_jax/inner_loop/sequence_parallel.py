@@ -13,7 +13,7 @@ from jax import lax
 from ttt_jax.inner_loop import delta
 from ttt_jax.inner_loop import sequence_parallel_forms as forms
 from ttt_jax.inner_loop import sequence_parallel_pipeline as pipeline
-from ttt_jax.inner_loop.api import Mode, choose
+from ttt_jax.inner_loop.api import Choice, Mode, choose
 from ttt_jax.inner_loop.checks import check_arguments
 from ttt_jax.inner_loop.chunks import head_major
 from ttt_jax.inner_loop.fast_nets import Linear, Weights
@@ -64,8 +64,8 @@ def ttt(
       erase: erase keys.
       segment_ids: ``[batch, time / devices]``, ids of the whole sequence's documents.
       initial_state: the state that the sequence continues, the same on all devices.
-      mode: ``"parallel"``, ``"kernel"`` (calls of a kernel on each device, causal by token),
-        ``"recurrent"`` (the pipeline) or ``"auto"``; a named mode runs or raises.
+      mode: ``"parallel"``, ``"kernel"`` (kernels on each device), ``"recurrent"`` (the pipeline)
+        or ``"auto"``; a named mode runs or raises.
       implementation: as in ``ttt_jax.ttt``.
       exchange: of states: ``"all_gather"``, ``"ring"``, or ``None`` for the fewest bytes.
       groups: of rows times heads in the pipeline, or ``None`` for ``number_of_groups``.
@@ -101,7 +101,7 @@ def ttt(
         raise ValueError(f"{exchange=}: use one of {EXCHANGES} or None")
     devices, length = lax.axis_size(axis_name), k.shape[1]
     channel_gate = delta.has_channel_gate(forget)
-    form, implementation = _choose(spec, mode, implementation, channel_gate)
+    form, prefix, backend = _choose(spec, mode, implementation, channel_gate)
     check_cut(spec, length, devices, segment_ids is not None, axis_name)
     if form == "pipeline" and (q.shape[0] * q.shape[2]) % (groups or 1):
         raise ValueError(
@@ -118,17 +118,13 @@ def ttt(
     )
     arguments = (spec, static, tokens, edge, initial._replace(buffer=None), start, axis_name)
     if form == "pipeline":
-        out, state = pipeline.run(*arguments, groups)
+        out, state = pipeline.run(*arguments, groups, backend)
+    elif form == "chunks":
+        out, state = forms.run_chunks(*arguments, exchange, prefix, backend)
     else:
-        out, state = _ONE_PASS[form](*arguments, exchange, implementation)
+        by_token = forms.run_tokens if form == "tokens" else forms.run_delta
+        out, state = by_token(*arguments, exchange, backend)
     return jnp.swapaxes(out, 1, 2), state
-
-
-_ONE_PASS = {
-    "chunks": forms.run_chunks,
-    "tokens": forms.run_tokens,
-    "delta": forms.run_delta,
-}
 
 
 def final_state(state, axis_name: str):
@@ -160,26 +156,25 @@ def form_of(spec: InnerLoop) -> str:
     >>> form_of(presets.mamba2()), form_of(presets.deltanet())
     ('tokens', 'delta')
     """
-    return _choose(spec, "auto", None, False)[0]
+    return _choose(spec, "auto", None, False).form
 
 
 def _choose(
     spec: InnerLoop, mode: Mode, implementation: str | None, channel_gate: bool
-) -> tuple[str, str | None]:
-    """The form that runs, and its implementation; raises where a named mode has none."""
-    chosen, implementation = choose(spec, mode, implementation, channel_gate)
-    if chosen == "recurrent":
-        return "pipeline", None
+) -> Choice:
+    """The form that runs, with its implementation; raises where a named mode has none."""
+    chosen = choose(spec, mode, implementation, channel_gate)
+    if chosen.form == "recurrent":
+        return chosen._replace(form="pipeline")
     if spec.loss.state_free and not spec.erase and not channel_gate:
         by_token = spec.chunk_size == 1 and spec.order == "update_then_apply"
-        if chosen == "kernel":
-            return ("tokens", implementation) if by_token else ("chunks", None)
-        return "chunks", implementation
+        one_call = chosen.form == "call" and by_token
+        return chosen._replace(form="tokens" if one_call else "chunks")
     linear = isinstance(spec.fast_net, Linear) and spec.target == "value"
-    if chosen == "kernel" and linear:
-        return "delta", implementation
+    if chosen.form == "call" and linear:
+        return chosen._replace(form="delta")
     if mode == "auto":
-        return "pipeline", None
+        return Choice("pipeline")
     raise ValueError(
         f"mode={mode!r} with fast_net={type(spec.fast_net).__name__}, loss="
         f"{type(spec.loss).__name__}, target={spec.target!r}, chunk_size={spec.chunk_size} on a "

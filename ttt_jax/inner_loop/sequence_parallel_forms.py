@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from ttt_jax.inner_loop import delta, kernel, parallel
 from ttt_jax.inner_loop.chunks import Tokens, arrange, like
 from ttt_jax.inner_loop.fast_nets import Weights, dense
+from ttt_jax.inner_loop.prefix import scan_of
 from ttt_jax.inner_loop.sequence_parallel_documents import Edge
 from ttt_jax.inner_loop.sequence_parallel_exchange import (
     Exchange,
@@ -31,6 +32,7 @@ def run_chunks(
     axis_name: str,
     exchange: Exchange | None,
     implementation: str | None,
+    backend: str | None = "xla",
 ) -> tuple[jax.Array, State]:
     """As ``parallel.run``, with the prefix over chunks going on over devices.
 
@@ -44,20 +46,29 @@ def run_chunks(
       axis_name: the mesh axis.
       exchange: of the states, see ``exclusive_prefix``.
       implementation: of the prefix over the shard's chunks.
+      backend: of the operations of ``ttt_kernels``.
     """
     chunks = arrange(spec, tokens, edge.segment_ids, edge.buffer, edge.continued)
     if edge.restart is not None:  # the last document may have begun on another device
         chunks = chunks._replace(restart=edge.restart)
 
-    def scan(decay, values, initial):
-        nothing = jnp.zeros_like(values[0])
-        own = parallel.prefix(decay, values, nothing, implementation)
-        kept = None if decay is None else jnp.cumprod(decay, 0)
-        last = None if kept is None else kept[-1]
-        ahead = exclusive_prefix(last, own[-1], initial, axis_name, exchange)
-        return ahead, own + (ahead if kept is None else kept * ahead)
+    within = scan_of(tokens.k.dtype, implementation)
 
-    return parallel.run(spec, static, chunks, initial, start, scan=scan)
+    def scan(decay, values, initial, ahead_of):
+        _, own, last = within(decay, values, jnp.zeros_like(initial), ahead_of)
+        if decay is None:
+            ahead = exclusive_prefix(None, last, initial, axis_name, exchange)
+            return ahead, own + ahead[:, :, None], last + ahead
+        kept = jnp.cumprod(decay, 2)
+        whole = kept[:, :, -1]
+        if ahead_of:
+            kept = jnp.concatenate([jnp.ones_like(kept[:, :, :1]), kept[:, :, :-1]], 2)
+        ahead = exclusive_prefix(whole, last, initial, axis_name, exchange)
+        return ahead, own + kept * ahead[:, :, None], last + whole * ahead
+
+    return parallel.run(
+        spec, static, chunks, initial, start, scan=scan, backend=backend
+    )
 
 
 def run_tokens(

@@ -52,6 +52,7 @@ def run(
     start: State,
     axis_name: str,
     groups: int | None,
+    backend: str | None = "xla",
 ) -> tuple[jax.Array, State]:
     """As ``recurrent.run``, for any named order.
 
@@ -65,6 +66,7 @@ def run(
       axis_name: the mesh axis.
       groups: into how many groups rows times heads are cut, or ``None`` for
         ``number_of_groups``.
+      backend: of the operations of ``ttt_kernels``.
     """
     batch, heads = tokens.k.shape[:2]
     devices, index = lax.axis_size(axis_name), lax.axis_index(axis_name)
@@ -82,7 +84,7 @@ def run(
         chunks = arrange(spec, tokens, edge.segment_ids, edge.buffer, edge.continued)
         if edge.restart is not None:  # the last document may have begun on another device
             chunks = chunks._replace(restart=edge.restart)
-        return recurrent.run(spec, static, chunks, first, start)
+        return recurrent.run(spec, static, chunks, first, start, backend)
 
     def round_of(carried, number):
         group = number - index

@@ -3,8 +3,6 @@
 LaCT-NVS runs one update on the tokens of the input views and then applies to all tokens.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,12 +10,18 @@ import numpy as np
 from ttt_jax.inner_loop import parallel
 from ttt_jax.inner_loop.chunks import Tokens, stack_slots
 from ttt_jax.inner_loop.fast_nets import Weights
+from ttt_jax.inner_loop.prefix import scan_of
 from ttt_jax.inner_loop.spec import InnerLoop
 from ttt_jax.inner_loop.updates import State, apply, update
 
 
 def run(
-    spec: InnerLoop, static: Weights, tokens: Tokens, initial: State, start: State
+    spec: InnerLoop,
+    static: Weights,
+    tokens: Tokens,
+    initial: State,
+    start: State,
+    backend: str | None = "xla",
 ) -> tuple[jax.Array, State]:
     """Outputs (0 at tokens in no applied span) and the state after the last span, as written.
 
@@ -27,14 +31,15 @@ def run(
       tokens: head-major tokens, at least as many as the largest ``end``.
       initial: the state before the first span.
       start: the state from which a document starts.
+      backend: of the operations of ``ttt_kernels``.
     """
     states = [initial]
     for span in spec.order:
         if span.update:
             stacked = stack_slots(spec, _cut(tokens, span), span.end - span.start, None)
             slot = jax.tree.map(lambda x: x[0], stacked)
-            states.append(update(spec, static, states[-1], slot, start))
-    return _read(spec, static, tokens, states), states[-1]
+            states.append(update(spec, static, states[-1], slot, start, backend))
+    return _read(spec, static, tokens, states, backend), states[-1]
 
 
 def run_parallel(
@@ -43,15 +48,16 @@ def run_parallel(
     tokens: Tokens,
     initial: State,
     start: State,
-    implementation: str | None,
+    implementation: str | None = None,
+    backend: str | None = "xla",
 ) -> tuple[jax.Array, State]:
     """As ``run``, all updates at once, for a specification without ``parallel.obstacles``.
 
-    ``implementation`` is that of ``parallel.run``.
+    ``implementation`` and ``backend`` are those of ``parallel.run``.
     """
     updates = [span for span in spec.order if span.update]
     if len(updates) <= 1:  # then nothing waits for anything: any network, any weight norm
-        return run(spec, static, tokens, initial, start)
+        return run(spec, static, tokens, initial, start, backend)
     lengths = np.array([[span.end - span.start] for span in updates])
     inside = np.arange(lengths.max()) < lengths
     first = np.array([[span.start] for span in updates])
@@ -59,23 +65,30 @@ def run_parallel(
     picked = jax.tree.map(lambda x: x[:, :, index], tokens)
     mask = None if inside.all() else jnp.asarray(inside.reshape(1, 1, -1, 1))
     slots = stack_slots(spec, picked, int(lengths.max()), mask)
-    scan = functools.partial(parallel.plain_scan, implementation=implementation)
-    _, weights, momenta = parallel.all_states(spec, static, slots, initial, start, scan)
-    name, states = spec.fast_net.last, [initial]
-    for n in range(len(updates)):
+    scan = scan_of(tokens.k.dtype, implementation)
+    found = parallel.all_states(spec, static, slots, initial, start, scan, backend)
+    name, momenta, states = spec.fast_net.last, found.momenta, [initial]
+    for n in range(len(updates) - 1):
         momentum = None if momenta is None else {name: momenta[n]}
-        states.append(initial._replace(weights={name: weights[n]}, momentum=momentum))
-    return _read(spec, static, tokens, states), states[-1]
+        states.append(initial._replace(weights={name: found.weights[n]}, momentum=momentum))
+    states.append(found.final)
+    return _read(spec, static, tokens, states, backend), found.final
 
 
-def _read(spec: InnerLoop, static: Weights, tokens: Tokens, states: list[State]) -> jax.Array:
+def _read(
+    spec: InnerLoop,
+    static: Weights,
+    tokens: Tokens,
+    states: list[State],
+    backend: str | None,
+) -> jax.Array:
     """Each applied span, read from the state after the updates that come before it."""
     out = jnp.zeros((*tokens.q.shape[:3], tokens.v.shape[3]), tokens.q.dtype)
     done = 0
     for span in spec.order:
         done += span.update
         if span.apply:
-            read = apply(spec, static, states[done], _cut(tokens, span).q)
+            read = apply(spec, static, states[done], _cut(tokens, span).q, backend)
             out = out.at[:, :, span.start : span.end].set(read.astype(out.dtype))
     return out
 

@@ -1,7 +1,9 @@
 """One update of the fast weights from one chunk, as pure functions on pytrees.
 
 The lines of ``spec.InnerLoop``'s table, each a small function. Token arrays are head-major,
-``[batch, heads, tokens, channels]``; weights are ``[batch, heads, in, out]``.
+``[batch, heads, tokens, channels]``; weights are ``[batch, heads, in, out]``. ``backend`` is the
+implementation of the operations of ``ttt_kernels``: ``"xla"`` (any device), the name of one with
+kernels, or ``None``, with which each operation picks its fastest.
 """
 
 from typing import NamedTuple
@@ -9,8 +11,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ttt_jax.inner_loop.fast_nets import Weights, dense, outer_products
+from ttt_jax.inner_loop.backends import backend_of
+from ttt_jax.inner_loop.fast_nets import SwiGLU, Weights, dense, outer_products
 from ttt_jax.inner_loop.spec import InnerLoop, WeightNorm
+from ttt_kernels.fast_weight import fast_weight_apply, fast_weight_gradients
 from ttt_kernels.newton_schulz import newton_schulz
 
 
@@ -85,12 +89,37 @@ def initial_state(spec: InnerLoop, weights: Weights, batch: int) -> State:
     return State(trained, main, momentum, norms, None)
 
 
-def apply(spec: InnerLoop, static: Weights, state: State, q: jax.Array) -> jax.Array:
+def apply(
+    spec: InnerLoop,
+    static: Weights,
+    state: State,
+    q: jax.Array,
+    backend: str | None = "xla",
+) -> jax.Array:
     """``f_θ(q)`` with the weights of ``state``: ``[batch, heads, tokens, value_dim]``."""
-    return spec.fast_net.apply({**static, **state.weights}, q)
+    return predict(spec, {**static, **state.weights}, q, backend)
 
 
-def update(spec: InnerLoop, static: Weights, state: State, slot: Slot, start: State) -> State:
+def predict(
+    spec: InnerLoop, weights: Weights, q: jax.Array, backend: str | None = "xla"
+) -> jax.Array:
+    """``f(q)`` for weights of any kind: ``[..., batch, heads, tokens, value_dim]``."""
+    if not has_operations(spec, weights):
+        return spec.fast_net.apply(weights, q)
+    flat = {name: _as_rows(w, q) for name, w in weights.items()}
+    backend = backend_of("fast_weight", backend)
+    out = fast_weight_apply(flat, _as_rows(q, q), implementation=backend)
+    return out.reshape(*q.shape[:-1], out.shape[-1])
+
+
+def update(
+    spec: InnerLoop,
+    static: Weights,
+    state: State,
+    slot: Slot,
+    start: State,
+    backend: str | None = "xla",
+) -> State:
     """The state after one chunk.
 
     Args:
@@ -99,6 +128,7 @@ def update(spec: InnerLoop, static: Weights, state: State, slot: Slot, start: St
       state: the state before the chunk.
       slot: the chunk.
       start: the state from which a new document starts.
+      backend: of the operations of ``ttt_kernels``.
     """
     if slot.fresh is not None:
         state = select(slot.fresh, start, state)
@@ -106,7 +136,7 @@ def update(spec: InnerLoop, static: Weights, state: State, slot: Slot, start: St
     for step in range(spec.steps):
         forget = slot.forget if step == 0 else None
         learnt_at = start if spec.gradient_at == "start" else new
-        new = inner_step(spec, static, new, slot, forget, learnt_at)
+        new = inner_step(spec, static, new, slot, forget, learnt_at, backend)
     return new if slot.valid is None else select(slot.valid, new, state)
 
 
@@ -117,6 +147,7 @@ def inner_step(
     slot: Slot,
     forget: jax.Array | None,
     learnt_at: State | None = None,
+    backend: str | None = "xla",
 ) -> State:
     """The state after one inner step on one chunk.
 
@@ -124,7 +155,7 @@ def inner_step(
     taken where they are not those of ``state``.
     """
     weights = learning_weights(spec, learnt_at or state, forget)
-    gradients = chunk_gradients(spec, static, weights, slot)
+    gradients = chunk_gradients(spec, {**static, **weights}, slot, backend)
     if slot.erase is not None:
         read, write = slot.erase
         name = spec.fast_net.last
@@ -134,7 +165,7 @@ def inner_step(
     if spec.momentum is not None:
         updates = {name: slot.momentum * state.momentum[name] + gradients[name] for name in updates}
     momentum = updates if spec.momentum is not None else None
-    updates = {name: shape_update(spec, u, slot.k.dtype) for name, u in updates.items()}
+    updates = _shape_together(spec, updates, slot.k.dtype, backend)
     base = state.weights if state.main is None else state.main
     if forget is not None:
         base = {name: forget * weight for name, weight in base.items()}
@@ -154,16 +185,64 @@ def learning_weights(spec: InnerLoop, state: State, forget: jax.Array | None) ->
 
 
 def chunk_gradients(
-    spec: InnerLoop, static: Weights, weights: Weights, slot: Slot
+    spec: InnerLoop, weights: Weights, slot: Slot, backend: str | None = "xla"
 ) -> dict[str, jax.Array]:
-    """``Σ_i rate_i ∇L(f(k_i), v_i)`` over a slot's tokens (their mean where the loss says so)."""
+    """``Σ_i rate_i ∇L(f(k_i), v_i)`` over a slot's tokens (their mean where the loss says so).
+
+    Where ``has_operations``, a stack of slots has the gradients of each of them.
+    """
     goal = target(spec, slot.k, slot.v)
-    gradients = spec.fast_net.gradient(
-        {**static, **weights}, slot.k, lambda f: spec.loss.cotangent(f, goal), slot.rates
-    )
+    if spec.loss.state_free and has_operations(spec, weights, slot):
+        gradients = _swiglu_gradients(spec, weights, slot, goal, backend)
+    else:
+        gradients = spec.fast_net.gradient(
+            weights, slot.k, lambda f: spec.loss.cotangent(f, goal), slot.rates
+        )
     if spec.loss.reduction == "mean":
-        gradients = {name: g / slot.count[:, None, None, None] for name, g in gradients.items()}
+        gradients = {n: g / slot.count[..., None, None, None] for n, g in gradients.items()}
     return gradients
+
+
+def has_operations(spec: InnerLoop, weights: Weights, slot: Slot | None = None) -> bool:
+    """Whether ``ttt_kernels.fast_weight`` serves: LaCT's network with one rate a token."""
+    rates = [] if slot is None else [r for r in slot.rates.values() if r is not None]
+    by_token = all(r.shape[-1] == 1 for r in rates)
+    plain = all(isinstance(w, jax.Array) for w in weights.values())
+    return type(spec.fast_net) is SwiGLU and plain and by_token
+
+
+def _swiglu_gradients(
+    spec: InnerLoop, weights: Weights, slot: Slot, goal: jax.Array, backend: str | None
+) -> dict[str, jax.Array]:
+    """The gradients of LaCT's network by ``ttt_kernels.fast_weight``."""
+    k, rates = slot.k, list(slot.rates.values())
+    if all(rate is None for rate in rates):
+        rates = None
+    else:
+        wide = jnp.promote_types(k.dtype, jnp.float32)
+        full = (*k.shape[:-1], 1)
+        rates = [1.0 if rate is None else rate.astype(wide) for rate in rates]
+        rates = _as_rows(jnp.concatenate([jnp.broadcast_to(r, full) for r in rates], -1), k)
+    found = fast_weight_gradients(
+        {name: _as_rows(w, k) for name, w in weights.items()},
+        _as_rows(k, k),
+        _as_rows(spec.loss.descent(goal), k),
+        rates,
+        trained="all" if len(spec.trained) > 1 else "last",
+        implementation=backend_of("fast_weight", backend),
+    )
+    return {n: -g.reshape(*k.shape[:-2], *g.shape[-2:]) for n, g in found.items()}
+
+
+def _as_rows(x: jax.Array, tokens: jax.Array) -> jax.Array:
+    """``[..., batch, heads, a, b]`` as ``[rows, heads, a, b]``, like ``tokens`` in what leads.
+
+    Weights that all rows share keep one row.
+    """
+    if x.ndim <= 3 or (x.shape[:-3] != tokens.shape[:-3] and x[..., 0, 0, 0].size == 1):
+        return x.reshape(1, *x.shape[-3:])
+    x = jnp.broadcast_to(x, (*tokens.shape[:-3], *x.shape[-3:]))
+    return x.reshape(-1, *x.shape[-3:])
 
 
 def target(spec: InnerLoop, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -171,15 +250,47 @@ def target(spec: InnerLoop, k: jax.Array, v: jax.Array) -> jax.Array:
     return v - k if spec.target == "value_minus_key" else v
 
 
-def shape_update(spec: InnerLoop, update: jax.Array, token_dtype: jnp.dtype) -> jax.Array:
+def shape_update(
+    spec: InnerLoop, update: jax.Array, token_dtype: jnp.dtype, backend: str | None = "xla"
+) -> jax.Array:
     """What is added to the weights for an accumulated gradient: shaped, with its sign."""
+    update = shaped(spec, update, token_dtype, backend)
+    return update if spec.direction == "ascent" else -update
+
+
+def _shape_together(
+    spec: InnerLoop, updates: dict[str, jax.Array], token_dtype: jnp.dtype, backend: str | None
+) -> dict[str, jax.Array]:
+    """``shape_update`` of all matrices, those of one shape at once: a third of the launches."""
+    if spec.orthogonalise is None:
+        return {n: shape_update(spec, u, token_dtype, backend) for n, u in updates.items()}
+    made = {}
+    for shape in {u.shape: None for u in updates.values()}:
+        names = [n for n, u in updates.items() if u.shape == shape]
+        together = jnp.stack([updates[n] for n in names])
+        made |= zip(names, shape_update(spec, together, token_dtype, backend), strict=True)
+    return {n: made[n] for n in updates}
+
+
+def shaped(
+    spec: InnerLoop, update: jax.Array, token_dtype: jnp.dtype, backend: str | None = "xla"
+) -> jax.Array:
+    """An accumulated gradient, clipped or orthogonalised: an odd function of it.
+
+    Orthogonalised in 16 bits, it has 16 bits.
+    """
     if spec.clip:
         update = update / (column_norm(update) + 1)
     if spec.orthogonalise is not None:
         muon = spec.orthogonalise
         dtype = jnp.dtype(muon.dtype or token_dtype)
-        update = newton_schulz(update, muon.coefficients, eps=muon.eps, dtype=dtype)
-    return update if spec.direction == "ascent" else -update
+        # It begins and ends with values of that dtype: 16 bits need no wider arrays around them.
+        update = update.astype(dtype) if dtype.itemsize == 2 else update
+        backend = backend_of("newton_schulz", backend)
+        update = newton_schulz(
+            update, muon.coefficients, eps=muon.eps, dtype=dtype, implementation=backend
+        )
+    return update
 
 
 def normalise(norm: WeightNorm, weight: jax.Array, target: jax.Array) -> jax.Array:
