@@ -23,11 +23,12 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 # pytest-xdist: the workers share the cores instead of each starting threads for all of them; but
-# the interpreter of TPU kernels waits for ever where XLA has a single thread for its callbacks.
+# the interpreters of kernels wait for ever where XLA has fewer threads for their callbacks than a
+# kernel has warpgroups that wait for each other.
 _workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+_threads = (os.cpu_count() or 1) // _workers
+os.environ.setdefault("NPROC", str(max(8, _threads)))
 if _workers > 1:
-    _threads = (os.cpu_count() or 1) // _workers
-    os.environ.setdefault("NPROC", str(max(4, _threads)))
     for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(_name, str(max(1, _threads)))
 

@@ -8,12 +8,21 @@ import numpy as np
 import pytest
 
 from tests.tolerances import assert_close, tolerance
-from ttt_kernels import chunk_outputs, chunk_summaries
+from ttt_kernels import chunk_outputs, chunk_summaries, compat
+from ttt_kernels.chunk_products import mosaic_gpu, vjp
+from ttt_kernels.chunk_products import tiling as tilings
+from ttt_kernels.chunk_products.tiling import OutputTiling, SummaryTiling
+
+BF16_RMS = 0.01
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
+
 
 CASES = [
     # batch, time, heads, key_dim, value_dim, chunk_size
     (2, 23, 3, 5, 4, 7),
-    (1, 12, 2, 4, 6, 12),
+    slow((1, 12, 2, 4, 6, 12)),
     (1, 1, 1, 2, 3, 4),
 ]
 
@@ -33,13 +42,15 @@ def make(case, dtype, seed=0):
     return made
 
 
-def products(x, summaries, outputs):
+def products(x, summaries, outputs, transposed=True):
     """Both products, the transposed one, and all gradients, by one pair of functions."""
     made = {}
     made["summaries"], pullback = jax.vjp(summaries, x["k"], x["v"])
     made["dk"], made["dv"] = pullback(x["d_summaries"].astype(made["summaries"].dtype))
     made["out"], pullback = jax.vjp(outputs, x["q"], x["states"])
     made["dq"], made["d_states"] = pullback(x["d_out"])
+    if not transposed:  # dq is one already
+        return made
     made["out_t"], pullback = jax.vjp(
         functools.partial(outputs, transposed=True), x["q"], jnp.swapaxes(x["states"], -1, -2)
     )
@@ -75,3 +86,149 @@ def test_xla_equals_reference_and_reference_is_the_definition(case):
         assert_close(want[name], expected, tolerance(jnp.float32, chunk_size), name)
     for name, expected in want.items():
         assert_close(got[name], expected, tolerance(jnp.float32, max(case)), name)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def by_backend(x, chunk_size, backend):
+    dtype = jnp.dtype(jnp.float32)
+    return products(
+        x,
+        lambda k, v: vjp.summaries(k, v, chunk_size, dtype, backend),
+        lambda q, s: vjp.outputs(q, s, chunk_size, False, backend),
+        transposed=False,
+    )
+
+
+def rms_error(value, reference):
+    value, reference = np.asarray(value, np.float64), np.asarray(reference, np.float64)
+    return np.sqrt(np.mean((value - reference) ** 2) / np.mean(reference**2))
+
+
+def interpreted(function, *arguments):
+    try:
+        return jax.block_until_ready(function(*arguments))
+    except Exception:
+        compat.reset_gpu_interpreter()
+        raise
+
+
+needs_interpreter = pytest.mark.skipif(
+    compat.JAX_VERSION < (0, 11),
+    reason="the Mosaic GPU interpreter needs jax >= 0.11; lowering is tested",
+)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("case", [
+    slow((2, 300, 1, 128, 192, 128)),
+    (1, 70, 1, 64, 128, 64),
+    slow((1, 90, 2, 72, 24, 20)),  # chunks and widths that are not multiples of 64
+    slow((3, 64, 1, 64, 64, 100)),
+], ids=str)
+def test_mosaic_gpu_in_the_interpreter(case):
+    x, chunk_size = make(case, jnp.bfloat16), case[-1]
+    got = interpreted(by_backend, x, chunk_size, mosaic_gpu.Kernels(interpret=True))
+    want = by_name(jax.tree.map(lambda a: a.astype(jnp.float32), x), chunk_size, "reference")
+    for name in got:
+        expected = want[name]
+        assert got[name].dtype == (jnp.float32 if name == "summaries" else jnp.bfloat16)
+        assert rms_error(got[name], expected) < BF16_RMS, name
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    "tiling", [SummaryTiling(2, 64, 3), slow(SummaryTiling(1, 128, 2))], ids=str
+)
+def test_summaries_in_bf16_in_the_interpreter(tiling):
+    x = make((1, 136, 1, 256, 128, 128), jnp.bfloat16)
+    kernels = mosaic_gpu.Kernels(interpret=True, summary_tiling=tiling)
+    dtype = jnp.dtype(jnp.bfloat16)
+    got = interpreted(jax.jit(lambda k, v: kernels.summaries(k, v, 128, dtype)), x["k"], x["v"])
+    want = chunk_summaries(x["k"], x["v"], 128, dtype=dtype, implementation="xla")
+    assert got.dtype == jnp.bfloat16 and rms_error(got, want) < BF16_RMS
+
+
+@needs_interpreter
+@pytest.mark.parametrize("tiling", [OutputTiling(128, 128, 3, 2)], ids=str)
+def test_outputs_with_parts_in_the_interpreter(tiling):
+    x = make((1, 392, 1, 128, 128, 256), jnp.bfloat16)
+    kernels = mosaic_gpu.Kernels(interpret=True, output_tiling=tiling)
+    got = interpreted(
+        jax.jit(lambda q, s: kernels.outputs(q, s, 256, False)), x["q"], x["states"]
+    )
+    want = chunk_outputs(x["q"], x["states"], 256, implementation="xla")
+    assert rms_error(got, want) < BF16_RMS
+
+
+def lower(function, *shapes):
+    structs = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    traced = jax.jit(function).trace(*structs)
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+WIDTHS = [(384, 384), (128, 128), (768, 768), (256, 256), (64, 64), (192, 192), (384, 128),
+          (128, 384), (512, 640)]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("key_dim, value_dim", WIDTHS)
+def test_every_tiling_lowers(key_dim, value_dim):
+    tokens = (1, 32768, 4)
+    keys, values, states = (*tokens, key_dim), (*tokens, value_dim), (1, 4, 16, key_dim, value_dim)
+    for tiling in tilings.summary_options(key_dim, value_dim):
+        kernels = mosaic_gpu.Kernels(summary_tiling=tiling)
+        for dtype in (jnp.float32, jnp.bfloat16):
+            run = functools.partial(kernels.summaries, chunk_size=2048, dtype=jnp.dtype(dtype))
+            assert "chunk_summaries" in lower(lambda k, v, run=run: run(k, v), keys, values)
+    for tiling in tilings.output_options(key_dim, value_dim, 64, 32):
+        kernels = mosaic_gpu.Kernels(output_tiling=tiling)
+        for transposed in (False, True):
+            shape = (*states[:3], value_dim, key_dim) if transposed else states
+            run = functools.partial(kernels.outputs, chunk_size=2048, transposed=transposed)
+            assert "chunk_outputs" in lower(lambda q, s, run=run: run(q, s), keys, shape)
+
+
+def test_gradients_are_the_two_kernels_and_nothing_else():
+    tokens, states = (2, 600, 2, 128), (2, 2, 3, 128, 128)
+    backend = mosaic_gpu.Kernels()
+
+    def gradients(q, k, v, states):
+        def loss(q, k, v, states):
+            sums = vjp.summaries(k, v, 256, jnp.dtype(jnp.float32), backend)
+            out = vjp.outputs(q, states, 256, False, backend)
+            return jnp.sum(sums**2) + jnp.sum(out**2, dtype=jnp.float32)
+
+        return jax.grad(loss, argnums=(0, 1, 2, 3))(q, k, v, states)
+
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.PartitionSpec("data")
+    mapped = jax.shard_map(gradients, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)
+    for function in (gradients, mapped):
+        lowered = lower(function, tokens, tokens, tokens, states)
+        # One of each forwards; dq, dk, dv and the states' gradient backwards.
+        assert lowered.count("custom_call @mosaic_gpu") == 6
+        assert "stablehlo.transpose" not in lowered and "all_reduce" not in lowered
+
+
+def test_bad_arguments_are_named_and_a_named_kernel_never_falls_back():
+    x, states = jnp.ones((1, 4, 1, 64)), jnp.ones((1, 1, 2, 64, 64))
+    for call, name in [
+        (lambda: chunk_summaries(x[0], x, 2), "k has shape"),
+        (lambda: chunk_summaries(x, x[:, :3], 2), "v has shape"),
+        (lambda: chunk_summaries(x, x, 0), "chunk_size=0"),
+        (lambda: chunk_summaries(x, x, 2, dtype=jnp.int32), "dtype=int32"),
+        (lambda: chunk_summaries(x, x, 2, implementation="triton"), "implementation='triton'"),
+        (lambda: chunk_outputs(x, states[:, :, :1], 2), "states has shape"),
+        (lambda: chunk_outputs(x, states[..., :32], 2, transposed=True), "states has shape"),
+        (lambda: chunk_outputs(x, states.astype(jnp.int32), 2), "states has dtype"),
+    ]:
+        with pytest.raises(ValueError, match=name):
+            call()
+    wide = jnp.ones((1, 4, 1, 800), jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match="bfloat16.*'xla' can"):
+        chunk_summaries(x, x, 2, implementation="mosaic_gpu")
+    with pytest.raises(NotImplementedError, match="key_dim=800"):
+        chunk_summaries(wide, wide, 2, implementation="mosaic_gpu")
+    if compat.hopper_problem() is not None:
+        with pytest.raises(NotImplementedError, match="CPU"):
+            chunk_outputs(x.astype(jnp.bfloat16), states, 2, implementation="mosaic_gpu")

@@ -9,16 +9,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ttt_kernels import compat
-from ttt_kernels.chunk_products.tiling import BLOCK
 
 MEMORY_REGISTERS = 40
 
 
-def tile(*shape: int):
-    """A bf16 buffer in shared memory, swizzled for wgmma."""
+SWIZZLE = 128  # bytes
+
+
+def tile(*shape: int, dtype=jnp.bfloat16):
+    """A buffer in shared memory, swizzled for wgmma."""
     plgpu = compat.mosaic_gpu()
-    transforms = (plgpu.TilingTransform((8, BLOCK)), plgpu.SwizzleTransform(128))
-    return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
+    columns = SWIZZLE // jnp.dtype(dtype).itemsize
+    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(SWIZZLE))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 def ring(steps, free, first: int, stages: int) -> Callable:

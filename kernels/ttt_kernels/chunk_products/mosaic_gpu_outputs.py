@@ -34,6 +34,11 @@ class _Plan:
         """Tiles of 64 contracted columns."""
         return self.tiling.key_dim // BLOCK
 
+    @property
+    def stored(self) -> int:
+        """Tiles of 64 columns of a block's result."""
+        return self.tiling.columns // BLOCK
+
     def locate(self, cta):
         """(batch, head, chunk, first column, first block, number of blocks) of a thread block.
 
@@ -81,16 +86,15 @@ def outputs(
     def chunk_outputs(*refs):
         _body(plan, refs)
 
-    slab = (tiling.columns, key_dim) if transposed else (key_dim, tiling.columns)
+    piece = (tiling.columns, BLOCK) if transposed else (BLOCK, tiling.columns)
     rings = _PAIRS * tiling.stages
     call = compat.gpu_kernel(
         chunk_outputs,
         out_type=jax.ShapeDtypeStruct((batch, length, heads, value_dim), q.dtype),
         scratch_types=[
-            tile(*slab),
+            tile(plan.pieces, *piece),
             tile(rings, BLOCK, BLOCK),
-            tile(_PAIRS * tiling.staging, BLOCK, BLOCK),
-            plgpu.Barrier(num_arrivals=slab[0] // BLOCK),
+            plgpu.Barrier(num_arrivals=1, num_barriers=plan.pieces),
             plgpu.Barrier(num_arrivals=1, num_barriers=rings),
             plgpu.Barrier(num_arrivals=1, num_barriers=rings),
         ],
@@ -107,7 +111,7 @@ def _body(plan: _Plan, refs) -> None:
     """The kernel: warpgroups 0 and 1 compute, 2 loads for 0 and 3 for 1."""
     plgpu = compat.mosaic_gpu()
     tiling = plan.tiling
-    q_ref, states_ref, out_ref, slab, qs, staging, loaded, full, free = refs
+    q_ref, states_ref, out_ref, slab, qs, loaded, full, free = refs
     w = lax.axis_index("warpgroup")
     b, h, chunk, column, first, blocks = plan.locate(lax.axis_index("cta"))
     pair = lax.rem(w, _PAIRS)
@@ -139,55 +143,75 @@ def _body(plan: _Plan, refs) -> None:
     @pl.when(w < _PAIRS)
     def _():
         plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
-        plgpu.barrier_wait(loaded)
+
+        def slot(i, piece):
+            step = i * plan.pieces + piece
+            return ring_start + lax.rem(step, jnp.int32(tiling.stages))
 
         @pl.loop(0, count)
         def _(i):
-            value = _product(plan, slab, qs, full, free, ring_start, i)
-            pieces = tiling.columns // BLOCK
-            for piece in range(pieces):
-                buffer = lax.rem(i * pieces + piece, jnp.int32(tiling.staging))
-                buffer = staging.at[pair * tiling.staging + buffer]
-                plgpu.wait_smem_to_gmem(tiling.staging - 1, wait_read_only=True)
+            value = _product(plan, slab, qs, loaded, full, free, slot, i)
+            for piece in range(plan.stored):
+                buffer = qs.at[slot(i, plan.pieces - plan.stored + piece)]
                 buffer[...] = value[:, piece * BLOCK:(piece + 1) * BLOCK].astype(jnp.bfloat16)
-                plgpu.commit_smem()
+            plgpu.commit_smem()
+            for piece in range(plan.stored):
+                buffer = qs.at[slot(i, plan.pieces - plan.stored + piece)]
                 columns = pl.ds(column + piece * BLOCK, BLOCK)
                 plgpu.copy_smem_to_gmem(buffer, out_ref.at[b, token(i), h, columns])
+
+        @pl.when(count > 0)
+        def _():
+            _release_stored(plan, free, slot, count - 1)
 
         plgpu.wait_smem_to_gmem(0)
 
 
 def _load_slab(plan: _Plan, state_ref, column, slab, loaded) -> None:
-    """Starts the copies of the thread block's columns of the state."""
+    """Starts the copies of the thread block's columns of the state, 64 contracted ones each."""
     plgpu = compat.mosaic_gpu()
-    for i in range(slab.shape[0] // BLOCK):
-        own = pl.ds(i * BLOCK, BLOCK)
-        if plan.transposed:
-            source = state_ref.at[pl.ds(column + i * BLOCK, BLOCK)]
-        else:
-            source = state_ref.at[own, pl.ds(column, plan.tiling.columns)]
-        plgpu.copy_gmem_to_smem(source, slab.at[own], loaded)
+    columns = pl.ds(column, plan.tiling.columns)
+    for piece in range(plan.pieces):
+        own = pl.ds(piece * BLOCK, BLOCK)
+        source = state_ref.at[columns, own] if plan.transposed else state_ref.at[own, columns]
+        plgpu.copy_gmem_to_smem(source, slab.at[piece], loaded.at[piece])
 
 
-def _product(plan: _Plan, slab, qs, full, free, ring_start, i):
-    """Block `i` of a compute warpgroup times the slab, [64, columns] float32."""
+def _product(plan: _Plan, slab, qs, loaded, full, free, slot, i):
+    """Block `i` of a compute warpgroup times the slab, [64, columns] float32.
+
+    The slots of the last pieces are kept: the result is stored through them.
+    """
     plgpu = compat.mosaic_gpu()
-    stages = jnp.int32(plan.tiling.stages)
-
-    def slot(piece: int):
-        return ring_start + lax.rem(i * plan.pieces + piece, stages)
 
     def compute(acc):
         for piece in range(plan.pieces):
-            own = pl.ds(piece * BLOCK, BLOCK)
-            state = slab.at[:, own].transpose((1, 0)) if plan.transposed else slab.at[own]
-            plgpu.barrier_wait(full.at[slot(piece)])
-            plgpu.wgmma(acc, qs.at[slot(piece)], state)
-            if piece:
+            state = slab.at[piece]
+            if plan.transposed:
+                state = state.transpose((1, 0))
+
+            @pl.when(i == 0)
+            def _(piece=piece):
+                plgpu.barrier_wait(loaded.at[piece])
+
+            plgpu.barrier_wait(full.at[slot(i, piece)])
+            plgpu.wgmma(acc, qs.at[slot(i, piece)], state)
+            if piece == 0:
+                @pl.when(i > 0)
+                def _():
+                    _release_stored(plan, free, slot, i - 1)
+
+            elif piece <= plan.pieces - plan.stored:
                 plgpu.wgmma_wait(1)
-                plgpu.barrier_arrive(free.at[slot(piece - 1)])
-        value = acc[...]
-        plgpu.barrier_arrive(free.at[slot(plan.pieces - 1)])
-        return value
+                plgpu.barrier_arrive(free.at[slot(i, piece - 1)])
+        return acc[...]
 
     return pl.run_scoped(compute, plgpu.ACC((BLOCK, plan.tiling.columns), jnp.float32))
+
+
+def _release_stored(plan: _Plan, free, slot, i) -> None:
+    """Gives back the slots through which block `i` was stored, when they have been read."""
+    plgpu = compat.mosaic_gpu()
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    for piece in range(plan.pieces - plan.stored, plan.pieces):
+        plgpu.barrier_arrive(free.at[slot(i, piece)])

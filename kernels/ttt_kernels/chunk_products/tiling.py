@@ -33,13 +33,11 @@ class SummaryTiling:
       warpgroups: compute warpgroups, each with 64 rows (key columns) of the tile.
       columns: columns of the tile, 64 to 256.
       stages: slots in the ring, each with 64 tokens' keys and values.
-      cluster: thread blocks (1 or 2) that take neighbouring rows and share the values they load.
     """
 
     warpgroups: int
     columns: int
     stages: int
-    cluster: int = 1
 
     @property
     def rows(self) -> int:
@@ -48,7 +46,7 @@ class SummaryTiling:
 
     @property
     def tiles(self) -> int:
-        """Units of `TILE_BYTES` that the kernel takes, one a warpgroup for storing bf16."""
+        """Units of `TILE_BYTES` that the kernel takes, one a warpgroup for storing."""
         return self.stages * (self.warpgroups + self.columns // BLOCK) + self.warpgroups
 
 
@@ -58,23 +56,22 @@ class OutputTiling:
 
     Attributes:
       key_dim: contracted width, a multiple of 64.
-      columns: columns of the state that a thread block keeps, 64 to 256.
-      stages: slots in each of the two rings, each with 64 x 64 of the tokens.
-      staging: tiles of 64 x 64 through which each compute warpgroup stores.
+      columns: columns of the state that a thread block keeps, 64 to 192 and up to key_dim.
+      stages: slots in each of the two rings, each with 64 x 64 of the tokens. A block's result is
+        stored through its own last slots.
       parts: thread blocks that share the tokens of a chunk.
     """
 
     key_dim: int
     columns: int
     stages: int
-    staging: int
     parts: int
 
     @property
     def tiles(self) -> int:
         """Units of `TILE_BYTES` that the kernel takes."""
         state = (self.key_dim // BLOCK) * (self.columns // BLOCK)
-        return state + _PAIRS * (self.stages + self.staging)
+        return state + _PAIRS * self.stages
 
 
 def padded_dim(dim: int) -> int:
@@ -94,19 +91,18 @@ def summary_options(key_dim: int, value_dim: int) -> tuple[SummaryTiling, ...]:
     """The tilings that fit for padded widths, the default first.
 
     >>> summary_options(384, 384)[0]
-    SummaryTiling(warpgroups=3, columns=192, stages=4, cluster=1)
+    SummaryTiling(warpgroups=3, columns=192, stages=4)
     """
     warpgroups = _largest(key_dim, (192, 128, 64)) // BLOCK
     # Three warpgroups have 152 registers a thread: 256 columns would take 128 of them.
     wide = () if warpgroups == 3 else (256,)
     columns = _largest(value_dim, (*wide, 192, 128, 64))
-    clusters = (1, 2) if key_dim % (2 * BLOCK * warpgroups) == 0 else (1,)
-    return tuple(
+    fitting = [
         tiling
-        for cluster in clusters
         for stages in range(_MAX_STAGES, 1, -1)
-        if (tiling := SummaryTiling(warpgroups, columns, stages, cluster)).tiles <= _TILES
-    )
+        if (tiling := SummaryTiling(warpgroups, columns, stages)).tiles <= _TILES
+    ]
+    return tuple(fitting[:2])
 
 
 def output_options(key_dim: int, value_dim: int, units: int, blocks: int):
@@ -118,20 +114,20 @@ def output_options(key_dim: int, value_dim: int, units: int, blocks: int):
       blocks: blocks of 64 tokens in a chunk.
 
     >>> output_options(384, 384, 64, 32)[0]
-    OutputTiling(key_dim=384, columns=192, stages=4, staging=1, parts=1)
+    OutputTiling(key_dim=384, columns=192, stages=5, parts=1)
     """
     made = []
-    for columns in (256, 192, 128, 64):
-        if value_dim % columns:
+    for columns in (192, 128, 64):
+        if value_dim % columns or columns > key_dim:
             continue
         # Whatever is left over when each multiprocessor has a thread block stays idle, but a part
         # must be long enough to pay for loading the state.
-        blocks_in_flight = HOPPER_MULTIPROCESSORS // (units * (value_dim // columns))
-        parts = max(1, min(blocks_in_flight, blocks // (2 * _PAIRS)))
-        for staging in (1, 2, 3):
-            for stages in range(_MAX_STAGES, 2, -1):
-                tiling = OutputTiling(key_dim, columns, stages, staging, parts)
-                if tiling.tiles <= _TILES:
-                    made.append(tiling)
-                    break
+        room = HOPPER_MULTIPROCESSORS // (units * (value_dim // columns))
+        parts = max(1, min(room, blocks // (2 * _PAIRS)))
+        fitting = [
+            tiling
+            for stages in range(_MAX_STAGES, columns // BLOCK + 1, -1)
+            if (tiling := OutputTiling(key_dim, columns, stages, parts)).tiles <= _TILES
+        ]
+        made += fitting[:2]
     return tuple(made)
