@@ -266,8 +266,9 @@ def test_named_kernel_never_falls_back_and_auto_says_what_it_took(caplog):
     with pytest.raises(NotImplementedError, match="256"):
         linear_attention(*[jnp.ones((1, 4, 1, 257), jnp.bfloat16)] * 3,
                          implementation="mosaic_gpu")
-    with pytest.raises(NotImplementedError, match="chunk"):
-        linear_attention(x, x, x, causal="chunk", chunk_size=2, implementation="mosaic_gpu")
+    with pytest.raises(NotImplementedError, match="segment_ids.*chunk"):
+        linear_attention(x, x, x, segment_ids=jnp.zeros((1, 4), int), causal="chunk", chunk_size=2,
+                         implementation="mosaic_gpu")
     api._log_choice.cache_clear()
     with caplog.at_level(logging.INFO, logger="ttt_kernels"):
         linear_attention(x, x, x)
