@@ -86,7 +86,11 @@ def target_platform() -> str:
 
 
 def hopper_problem() -> str | None:
-    """Why the Mosaic GPU kernels cannot run on the default device, or None when they can."""
+    """Why the Mosaic GPU kernels cannot run on the default device, or None when they can.
+
+    Under a mesh of several devices they need a `jax.shard_map(..., check_vma=False)` around the
+    call: a plain jit would gather their inputs on every device.
+    """
     device = jax.devices()[0]
     if device.platform != "gpu":
         return f"the default device is a {device.platform.upper()}, not a Hopper GPU (sm90)"
@@ -100,6 +104,15 @@ def hopper_problem() -> str | None:
         mosaic_gpu()
     except NotImplementedError as error:
         return str(error)
+    return _unmapped_axes()
+
+
+def _unmapped_axes() -> str | None:
+    """Says which axes of the ambient mesh XLA, not a `jax.shard_map`, would cut a kernel over."""
+    mesh = jax.sharding.get_abstract_mesh()
+    spread = {a: n for a, n in mesh.shape.items() if n > 1 and a not in mesh.manual_axes}
+    if spread:
+        return f"the mesh axes {spread} are not inside a jax.shard_map around the call"
     return None
 
 
@@ -129,11 +142,7 @@ def tpu_problem() -> str | None:
     platform = target_platform()
     if platform != "tpu":
         return f"the program is for a {platform.upper()}, not a TPU"
-    mesh = jax.sharding.get_abstract_mesh()
-    spread = {a: n for a, n in mesh.shape.items() if n > 1 and a not in mesh.manual_axes}
-    if spread:
-        return f"the mesh axes {spread} are not inside a jax.shard_map around the call"
-    return None
+    return _unmapped_axes()
 
 
 def tpu_interpret_params(detect_races: bool = True, seed: int = 0, cores: int = 1):
