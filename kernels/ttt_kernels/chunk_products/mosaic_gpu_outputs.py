@@ -125,10 +125,6 @@ def _body(plan: _Plan, refs) -> None:
     def _():
         plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
 
-        @pl.when(w == _PAIRS)
-        def _():
-            _load_slab(plan, states_ref.at[b, h, chunk], column, slab, loaded)
-
         steps = count * plan.pieces
 
         @ring(steps, free, ring_start, tiling.stages)
@@ -143,6 +139,11 @@ def _body(plan: _Plan, refs) -> None:
     @pl.when(w < _PAIRS)
     def _():
         plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
+
+        # Not by a memory warpgroup: the first tokens are on their way meanwhile.
+        @pl.when(w == 0)
+        def _():
+            _load_slab(plan, states_ref.at[b, h, chunk], column, slab, loaded)
 
         def slot(i, piece):
             step = i * plan.pieces + piece
