@@ -130,11 +130,12 @@ def _run(
         if form == "parallel":
             return spans.run_parallel(spec, static, tokens, first, start, prefix, backend)
         return spans.run(spec, static, tokens, first, start, backend)
-    if form == "call":
+    documents = segment_ids is not None or first.buffer is not None
+    if form == "call" and not (documents and kernel.wants_whole_rows(spec, backend)):
         return kernel.run(spec, static, tokens, segment_ids, first, start, continued, backend)
     chunks = arrange(spec, tokens, segment_ids, first.buffer, continued)
     first = first._replace(buffer=None)
-    if form == "parallel":
+    if form in ("parallel", "call"):
         return parallel.run(spec, static, chunks, first, start, prefix, backend=backend)
     return recurrent.run(spec, static, chunks, first, start, backend)
 

@@ -37,6 +37,14 @@ def _has_kernels_inside(spec: InnerLoop) -> bool:
     return swiglu or spec.orthogonalise is not None or rows.fits(spec, None)
 
 
+def wants_whole_rows(spec: InnerLoop, backend: str | None) -> bool:
+    """Whether the kernel of one call takes neither documents nor carried tokens.
+
+    Hopper's for chunks does not; the parallel form has the same kernels inside, and takes both.
+    """
+    return backend == "mosaic_gpu" and not _by_token(spec) and spec.loss.state_free
+
+
 def wins(spec: InnerLoop, channel_gate: bool) -> bool:
     """Whether ``mode="auto"`` takes kernels on the device at hand: where they were seen to win."""
     one_call = not one_call_obstacles(spec, channel_gate)

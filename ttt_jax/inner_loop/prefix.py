@@ -121,13 +121,14 @@ def _triangular_prefix(decay, values, initial, ahead, precision):
                 f"decay has {decay.shape[3]} channels: implementation='triangular' needs one "
                 "number a head; use 'associative_scan'"
             )
+        decay, values = decay.astype(initial.dtype), values.astype(initial.dtype)
         # product of decay[m+1 .. n]: a running product down each column, started below the diagonal
         factors = jnp.where(order[:, None] > order, decay[..., 0], 1)
         matrix, kept = jnp.cumprod(factors, axis=2), jnp.cumprod(decay, axis=2)
         if ahead:
             matrix, kept = (_shift(x, jnp.ones_like(x[:, :, :1])) for x in (matrix, kept))
         matrix = jnp.where(after >= order, matrix, 0)
-        carried, values = kept * initial[:, :, None], values.astype(matrix.dtype)
+        carried = kept * initial[:, :, None]
     matrix = jnp.broadcast_to(matrix, (*values.shape[:2], number, number))
     summed = jnp.einsum(
         "bhnm,bhmio->bhnio",

@@ -224,7 +224,8 @@ def _choose(implementation, matrices, x: jax.Array, operation: str):
         )
     problem = mosaic_tpu.unsupported(*matrices[:2], x) or compat.tpu_problem()
     if implementation == "mosaic_gpu":
-        _refuse(implementation, mosaic_gpu.unsupported(matrices[0], x) or compat.hopper_problem())
+        reason = mosaic_gpu.unsupported(matrices[0], x, matrices[1].shape[-1])
+        _refuse(implementation, reason or compat.hopper_problem())
     if implementation == "mosaic_tpu":
         _refuse(implementation, problem)
     if implementation is None:

@@ -7,6 +7,7 @@ of the hidden width is written. Arrays are token-major. The rules are in `unsupp
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -20,17 +21,21 @@ from ttt_kernels.fast_weight import xla
 
 _WIDTH = 64  # key_dim is padded to a multiple of it
 _HIDDEN = 32  # hidden likewise
-_CHUNK = 2048  # tokens whose gradients of the matrices are summed by one thread block
+_TILE = 192  # rows and columns of a sum over tokens that one thread block makes
+_MULTIPROCESSORS = 132
 
 
-def unsupported(w0: jax.Array, x: jax.Array) -> str | None:
+def unsupported(w0: jax.Array, x: jax.Array, value_dim: int = 1) -> str | None:
     """Why these kernels cannot run these arguments on any device, or None."""
     if x.dtype != jnp.bfloat16:
         return f"the tokens are {x.dtype}; the Mosaic GPU kernels take bfloat16"
     key_dim = _up(x.shape[-1], _WIDTH)
     if common.choose(1, 1, 1, key_dim, _HIDDEN, tiles=common.LEARNING_TILES) is None:
         return f"key_dim={x.shape[-1]}: its slab of the matrices does not fit in shared memory"
-    return None
+    hidden = _up(w0.shape[-1], _HIDDEN)
+    return chunk_kernels.unsupported(x.dtype, key_dim, 2 * hidden) or chunk_kernels.unsupported(
+        x.dtype, hidden, value_dim
+    )
 
 
 def _up(size: int, multiple: int) -> int:
@@ -106,7 +111,7 @@ def _backward(interpret, residuals, d_hidden):
     both = jnp.concatenate([w0, w2], -1)[:, :, None]
     both = jnp.broadcast_to(both, (x.shape[0], *both.shape[1:]))
     dx = products.outputs(errors, both, x.shape[1], True)
-    d_both = jnp.sum(products.summaries(x, errors, _CHUNK, jnp.dtype(jnp.float32)), 2)
+    d_both = _outer(products, x, errors)
     if w0.shape[0] == 1:
         d_both = jnp.sum(d_both, 0, keepdims=True)
     d_w0, d_w2 = jnp.split(d_both.astype(w0.dtype), 2, -1)
@@ -138,10 +143,22 @@ def gradients(
     if rates.shape[-1] == 1:
         value = hidden(w0, w2, k, jnp.swapaxes(rates[..., 0], 1, 2), interpret=interpret)
         products = chunk_kernels.Kernels(interpret=interpret)
-        made = (chunk_vjp.summaries(value, error, length, jnp.dtype(jnp.float32), products),)
+        made = (_outer(products, value, error),)
     else:
         made = _learn(w0, w1, w2, k, error, rates, interpret)
     return tuple(g.reshape(batch, heads, *g.shape[-2:]) for g in made)
+
+
+def _outer(products: chunk_kernels.Kernels, left: jax.Array, right: jax.Array) -> jax.Array:
+    """`left^T right` over all tokens, [batch, heads, in, out] float32, by as many sums as fill the
+    chip: one sum has few tiles.
+    """
+    batch, length, heads, _ = left.shape
+    tiles = batch * heads * math.prod(-(-x.shape[3] // _TILE) for x in (left, right))
+    pieces = max(1, min(length // common.BLOCK, _MULTIPROCESSORS // tiles))
+    chunk = _up(-(-length // pieces), common.BLOCK)
+    sums = chunk_vjp.summaries(left, right, chunk, jnp.dtype(jnp.float32), products)
+    return sums[:, :, 0] if sums.shape[2] == 1 else jnp.sum(sums, 2)
 
 
 def _one_head_a_row(x: jax.Array) -> jax.Array:
@@ -161,9 +178,8 @@ def _learn(w0, w1, w2, k, error, rates, interpret):
     errors, value = kernels.learn(
         plan, k, common.slabs(w0, w2, plan.slab), tuple(jnp.moveaxis(rates, 2, 0)), d_hidden, params
     )
-    dtype = jnp.dtype(jnp.float32)
-    inner = products.summaries(k[:, :length], errors[:, :length], length, dtype)[:, :, 0]
-    outer = products.summaries(value[:, :length], error, length, dtype)[:, :, 0]
+    inner = _outer(products, k, errors)
+    outer = _outer(products, value[:, :length], error)
     d_w0, d_w2 = (d[..., :key_dim, :width] for d in jnp.split(inner, 2, -1))
     return d_w0, outer[..., :width, :value_dim], d_w2
 

@@ -40,8 +40,10 @@ def _gate_and_up(x: jax.Array, w0: jax.Array, w2: jax.Array, axes: str) -> jax.A
 
 def _dense(x: jax.Array, w: jax.Array, axes: str) -> jax.Array:
     """`x W` with tokens whose axes are `axes` and a last one; all rows may share the matrices."""
-    weights = "hio" if w.shape[0] == 1 else "bhio"
-    return _product(f"{axes}i,{weights}->{axes}o", x, w[0] if w.shape[0] == 1 else w)
+    if axes == "bth" and w.shape[0] == 1:  # rows and tokens lie side by side: one product a head
+        return _product("bthi,hio->btho", x, w[0])
+    w = jnp.broadcast_to(w, (x.shape[0], *w.shape[1:]))
+    return _product(f"{axes}i,bhio->{axes}o", x, w)
 
 
 def _split(both: jax.Array) -> tuple[jax.Array, jax.Array]:
