@@ -11,8 +11,8 @@ from tests.kernels import tpu
 from tests.kernels.linear_attention_test import BF16_RMS, rms_error
 from tests.tolerances import assert_close, tolerance
 from ttt_jax.inner_loop.fast_nets import SwiGLU
-from ttt_kernels import compat, fast_weight_apply, fast_weight_gradients
-from ttt_kernels.fast_weight import api, mosaic_tpu
+from ttt_kernels import compat, fast_weight_apply, fast_weight_gradients, fast_weight_hidden
+from ttt_kernels.fast_weight import api, mosaic_gpu, mosaic_tpu
 
 
 def make(seed, batch, length, heads, key_dim, hidden, value_dim, *, rates, dtype=jnp.float32):
@@ -110,6 +110,99 @@ def test_tpu_kernels_at_every_tail(trained, length, dtype):
     check(interpreted(**options), (4, 1, length, 2, 64, 96, 72, trained, dtype), tpu.interpreted)
 
 
+@functools.partial(jax.jit, static_argnums=(0,))
+def hidden_results(function, w0, w2, x, rates):
+    """Hidden activations, and the derivatives in every argument."""
+    out, pullback = jax.vjp(function, w0, w2, x, rates)
+    d = jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape).astype(out.dtype)
+    return {n: x for n, x in zip(("out", "w0", "w2", "x", "rates"), (out, *pullback(d)),
+                                 strict=True)}  # fmt: skip
+
+
+def check_hidden(function, batch, length, heads, key_dim, hidden, dtype, *, rated=True):
+    weights, x = make(7, batch, length, heads, key_dim, hidden, 8, rates=1, dtype=dtype)
+    weights = [weights[n][:1].astype(dtype) for n in ("w0", "w2")]  # all rows share them
+    tokens = jnp.swapaxes(x["q"], 1, 2)
+    rates = jnp.swapaxes(x["rates"][..., 0], 1, 2) if rated else None
+    got = hidden_results(function, *weights, tokens, rates)
+    exact = jax.tree.map(lambda a: a.astype(jnp.float32), (*weights, tokens, rates))
+    want = hidden_results(hidden_by("reference"), *exact)
+    for name, expected in want.items():
+        if expected is None:
+            continue
+        if dtype == jnp.float32:
+            assert_close(got[name], expected, tolerance(dtype, length), name)
+        else:
+            assert rms_error(got[name], expected) < BF16_RMS, name
+
+
+def hidden_by(implementation):
+    def run(w0, w2, x, rates):
+        weights = dict(w0=w0, w2=w2)
+        return fast_weight_hidden(weights, x, rates, implementation=implementation)
+
+    return run
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_hidden_activations_by_xla(dtype):
+    check_hidden(hidden_by("xla"), 2, 50, 2, 24, 40, dtype)
+
+
+@pytest.mark.skipif(compat.JAX_VERSION < (0, 11), reason="the GPU interpreter needs jax >= 0.11")
+@pytest.mark.parametrize(
+    "shape, rated",
+    [((1, 72, 2, 40, 96), True), *(pytest.param(s, r, marks=pytest.mark.exhaustive) for s, r in (
+        ((2, 136, 1, 128, 96), False), ((1, 5, 1, 64, 32), True), ((1, 300, 2, 64, 200), True)))],
+    ids=str,
+)  # fmt: skip
+def test_hidden_activations_by_gpu_kernels(shape, rated):
+    check_hidden(functools.partial(mosaic_gpu.hidden, interpret=True), *shape, jnp.bfloat16,
+                 rated=rated)
+
+
+@pytest.mark.skipif(compat.JAX_VERSION < (0, 11), reason="the GPU interpreter needs jax >= 0.11")
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("trained", ["all", "last"])
+def test_gpu_kernels_equal_reference(trained):
+    def apply(weights, q):
+        return mosaic_gpu.apply(*api._check_weights(weights, q, "q"), q, interpret=True)
+
+    def gradients(weights, k, error, rates, trained):
+        names = api.NAMES if trained == "all" else ("w1",)
+        matrices = api._check_weights(weights, k, "k")
+        made = mosaic_gpu.gradients(*matrices, k, error, rates, interpret=True)
+        return dict(zip(names, made, strict=True))
+
+    check((apply, gradients), (1, 1, 72, 2, 40, 48, 24, trained, jnp.bfloat16))
+
+
+@pytest.mark.parametrize(
+    "dims",
+    [(384, 384), *(pytest.param(d, marks=pytest.mark.exhaustive)
+                   for d in ((64, 32), (100, 200), (768, 384)))],
+    ids=str,
+)  # fmt: skip
+def test_gpu_kernels_lower(dims):
+    """Shared memory and layouts, which the interpreter does not see."""
+    key_dim, hidden = dims
+    struct = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    weight, x = struct((1, 2, key_dim, hidden)), struct((1, 4096, 2, key_dim))
+    rates = jax.ShapeDtypeStruct((1, 4096, 2), jnp.float32)
+    one = struct((1, 2, hidden, key_dim))
+    heads = struct((1, 2, 4096, key_dim))
+    by_head = jax.ShapeDtypeStruct((1, 2, 4096, 3), jnp.float32)
+    traced = [
+        jax.jit(functools.partial(hidden_results.__wrapped__, mosaic_gpu.hidden)).trace(
+            weight, weight, x, rates),
+        jax.jit(mosaic_gpu.gradients).trace(weight, one, weight, heads, heads, by_head),
+    ]  # fmt: skip
+    programs = [t.lower(lowering_platforms=("cuda",)).as_text() for t in traced]
+    for program, names in zip(programs, (("hidden", "errors"), ("learn",)), strict=True):
+        for name in names:
+            assert f"swiglu_{name}_mosaic_gpu" in program, name
+
+
 @pytest.mark.parametrize("trained", ["all", "last"])
 def test_equals_the_inner_loop_in_float64(trained):
     with jax.enable_x64(True):
@@ -187,6 +280,13 @@ def test_bad_arguments_are_named():
         fast_weight_gradients(weights, k, error[:, :, :3])
     with pytest.raises(ValueError, match="implementation='cuda'"):
         fast_weight_apply(weights, x["q"], implementation="cuda")
+    x_by_token = jnp.swapaxes(x["q"], 1, 2)
+    with pytest.raises(ValueError, match=r"rates has shape .* = \[batch, time, heads\]"):
+        fast_weight_hidden(weights, x_by_token, x["rates"])
+    with pytest.raises(ValueError, match="weights has no 'w2'"):
+        fast_weight_hidden({"w0": weights["w0"]}, x_by_token)
+    with pytest.raises(ValueError, match="implementation='mosaic_tpu' must be one of"):
+        fast_weight_hidden(weights, x_by_token, implementation="mosaic_tpu")
     with pytest.raises(ValueError, match="block=100 must be a multiple of 128"):
         mosaic_tpu.apply(*api._check_weights(weights, x["q"], "q"), x["q"], block=100)
 
@@ -199,6 +299,12 @@ def test_choice_and_refusals(monkeypatch):
     with pytest.raises(NotImplementedError, match="bytes of VMEM.*hidden_dim smaller"):
         jax.eval_shape(functools.partial(fast_weight_apply, implementation="mosaic_tpu"),
                        weights_shape, wide["q"])
+    for function, message in (
+        (functools.partial(fast_weight_apply, weights, x["q"]), "float32.*take bfloat16"),
+        (functools.partial(fast_weight_hidden, weights, jnp.swapaxes(x["q"], 1, 2)), "bfloat16"),
+    ):
+        with pytest.raises(NotImplementedError, match=message):
+            function(implementation="mosaic_gpu")
     monkeypatch.setattr(compat, "target_platform", lambda: "tpu")
     program = tpu.lowered(lambda w, q: fast_weight_apply(w, q), weights, x["q"])
     assert 'kernel_name = "fast_weight_apply_forward"' in program
