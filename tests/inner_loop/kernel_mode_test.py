@@ -101,11 +101,7 @@ MORE = pytest.mark.exhaustive
 
 @pytest.mark.parametrize(
     "variant, packed",
-    [
-        (0, True),
-        (2, False),
-        *(pytest.param(n, p, marks=MORE) for n in range(7) for p in (False, True)),
-    ],
+    [(2, False), *(pytest.param(n, p, marks=MORE) for n in range(7) for p in (False, True))],
 )
 def test_tpu_kernels_in_the_layer(variant, packed, monkeypatch):
     _check_in_the_interpreter(

@@ -129,7 +129,7 @@ def test_kernel_is_recurrent(change, time, packed, carried):
     "name,time,implementation",
     [
         ("lact_v6", 65, "triangular"),
-        ("titans", 21, "associative_scan"),
+        pytest.param("titans", 21, "associative_scan", marks=pytest.mark.exhaustive),
         pytest.param("lact_v2", 65, "associative_scan", marks=pytest.mark.exhaustive),
     ],
 )
