@@ -12,11 +12,11 @@ import pathlib
 from absl import flags
 
 from ttt_jax import programs, tables
-from ttt_jax.benchmark import suites
+from ttt_jax.benchmark import common, suites
 from ttt_jax.benchmark.plot import plot
 
 _SUITE = flags.DEFINE_list("suite", list(suites.SUITES), "suites to run, comma separated")
-_SIZE = flags.DEFINE_enum("size", None, sorted(suites.SIZES), "shapes")
+_SIZE = flags.DEFINE_enum("size", None, sorted(common.SIZES), "shapes")
 _TOKENS = flags.DEFINE_integer("tokens", None, "length of the sequence", lower_bound=1)
 _OUT = flags.DEFINE_string("out", None, "folder for SUITE.csv, SUITE.md and SUITE.png")
 _SECONDS = flags.DEFINE_float("seconds", 0.2, "about how long one timed batch takes, s")
@@ -31,16 +31,16 @@ def main() -> None:
     unknown = set(_SUITE.value) - set(suites.SUITES)
     if unknown:
         raise ValueError(f"--suite={sorted(unknown)} must be among {sorted(suites.SUITES)}")
-    name = _SIZE.value or suites.default_size()
-    size = suites.SIZES[name]
+    name = _SIZE.value or common.default_size()
+    size = common.SIZES[name]
     if _TOKENS.value is not None:
         size = dataclasses.replace(size, tokens=_TOKENS.value)
-    options = suites.Options(
+    options = common.Options(
         size=size, seconds=_SECONDS.value, batches=_BATCHES.value, kernel_times=_KERNELS.value,
         backward=_BACKWARD.value, variants=tuple(int(v) for v in _VARIANTS.value),
     )
     for suite in _SUITE.value:
-        title = f"{suite}: {suites.describe_device()}, {size.tokens} tokens, {size.dtype}"
+        title = f"{suite}: {common.describe_device()}, {size.tokens} tokens, {size.dtype}"
         print(title, flush=True)
         rows = suites.SUITES[suite](options)
         print(tables.text(rows), flush=True)

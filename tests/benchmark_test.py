@@ -3,16 +3,17 @@
 import csv
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from ttt_jax import tables
-from ttt_jax.benchmark import suites, timing
+from ttt_jax.benchmark import common, decode, peers, suites, timing
 
-SIZE = suites.Size(96, 1, 8, 16, ((1, 8),), ((2, 16),), "float32")
-OPTIONS = suites.Options(size=SIZE, seconds=1e-3, batches=2, variants=(0, 6))
+SIZE = common.Size(96, 1, 8, 16, ((1, 8),), ((2, 16),), "float32")
+OPTIONS = common.Options(size=SIZE, seconds=1e-3, batches=2, variants=(0, 6))
 
 
 def test_measure_counts_calls_and_refuses_no_arguments():
@@ -33,7 +34,7 @@ def test_measure_counts_calls_and_refuses_no_arguments():
 
 
 def test_gradient_pass_returns_all_gradients():
-    out, gradients = suites.with_gradient(lambda x, y: x * y)(
+    out, gradients = timing.with_gradient(lambda x, y: x * y)(
         jnp.float32(2.0), jnp.float32(3.0), jnp.float32(5.0)
     )
     assert (float(out), [float(g) for g in gradients]) == (15.0, [10.0, 6.0])
@@ -43,7 +44,8 @@ def test_throughput_table_has_a_row_for_each_mode_that_runs(capsys):
     rows = suites.throughput_table(OPTIONS)
     made = [(row["case"], row["implementation"], row["pass"]) for row in rows]
     both = ("fwd", "fwd+bwd")
-    modes = [("V0", "recurrent")] + [("V6", m) for m in ("recurrent", "parallel", "kernel")]
+    modes = [("V0", "recurrent"), ("V0", "kernel")]
+    modes += [("V6", m) for m in ("recurrent", "parallel", "kernel")]
     assert made == [(*mode, name) for mode in modes for name in both]
     assert all(row["Mtok/s"] > 0 for row in rows)
     assert rows[0]["vs recurrent"] == 1.0
@@ -51,7 +53,39 @@ def test_throughput_table_has_a_row_for_each_mode_that_runs(capsys):
     assert "V0 parallel: " in printed and "V6, T = 96: parallel / recurrent = " in printed
 
 
-@pytest.mark.parametrize("name", ["linear_attention", "newton_schulz"])
+def test_linear_attention_suite_names_what_cannot_run():
+    rows = suites.SUITES["linear_attention"](OPTIONS)
+    ran = [(r["case"], r["implementation"], r["pass"]) for r in rows if r["ms"] is not None]
+    assert ran == [(case, "xla", p) for case in ("1x8", "1x8 decays") for p in ("fwd", "fwd+bwd")]
+    refused = {row["implementation"] for row in rows if row["ms"] is None}
+    assert refused == {f"{name} (cannot run here)" for name in ("mosaic_gpu", *peers.PEERS)}
+
+
+def test_peers_are_named_and_explained(monkeypatch):
+    with pytest.raises(ValueError, match="peer='flash' must be one of"):
+        peers.missing("flash")
+    assert peers.missing("fla") == "needs an NVIDIA GPU"
+    gpu = types.SimpleNamespace(platform="gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [gpu])
+    monkeypatch.setitem(sys.modules, "jla.ops", None)
+    assert peers.missing("jla").startswith("not installed")
+
+
+@pytest.mark.parametrize("names", [
+    ("V6",), pytest.param(("V0", "V2", "V6", "transformer"), marks=pytest.mark.exhaustive),
+], ids=len)
+def test_decode_suite_times_every_model(names, monkeypatch):
+    work = decode.Workload("tiny", ((2, 3),), 2)
+    models = [m for m in decode._models(work) if m[0] in names]
+    monkeypatch.setattr(decode, "_models", lambda work: models)
+    rows = decode.decode_rows(work, runs=1)
+    assert [row["implementation"] for row in rows] == list(names)
+    for row in rows:
+        assert row["case"] == "tiny after 3 tokens x 2"
+        assert row["tokens/s"] == pytest.approx(2e3 / row["ms"])
+
+
+@pytest.mark.parametrize("name", ["newton_schulz"])
 def test_other_suites(name, tmp_path):
     rows = suites.SUITES[name](OPTIONS)
     assert [row["pass"] for row in rows] == ["fwd", "fwd+bwd"]
@@ -68,7 +102,7 @@ def test_layer_inputs_follow_the_specification():
         assert set(arrays) == {"weights", "q", "k", "v"} | names
         if "lr" in names:
             assert arrays["lr"].shape == (1, 96, 1, len(spec.trained))
-    assert jax.devices()[0].device_kind in suites.describe_device()
+    assert jax.devices()[0].device_kind in common.describe_device()
 
 
 def test_program_runs_and_refuses_an_unknown_suite(tmp_path):

@@ -35,6 +35,15 @@ class Timing:
     kernels: tuple[tuple[str, float], ...] = ()
 
 
+def with_gradient(function: Callable) -> Callable:
+    """`function(*arguments)` and the gradients of all arguments for a cotangent given first."""
+    def forward_and_backward(cotangent, *arguments):
+        out, pullback = jax.vjp(function, *arguments)
+        return out, pullback(cotangent)
+
+    return forward_and_backward
+
+
 def measure(
     function: Callable,
     argument_sets: Sequence[tuple],
@@ -43,6 +52,8 @@ def measure(
     batches: int = 5,
     max_calls: int = 100,
     kernel_times: bool = False,
+    wait: Callable = jax.block_until_ready,
+    kernels_of: Callable | None = None,
 ) -> Timing:
     """Times `function(*arguments)`, going round the argument sets.
 
@@ -52,7 +63,9 @@ def measure(
       seconds: about how long one batch shall take.
       batches: number of timed batches.
       max_calls: largest number of calls in a batch.
-      kernel_times: also asks CUPTI for the kernels' times, on a GPU.
+      kernel_times: also asks for the kernels' times, on a GPU.
+      wait: returns when the results given to it are there.
+      kernels_of: finds the kernels' times of `(function, argument_sets)`; None asks CUPTI.
 
     Raises:
       ValueError: no argument set.
@@ -63,9 +76,9 @@ def measure(
     """
     if not argument_sets:
         raise ValueError("argument_sets is empty; give at least one tuple of arguments")
-    jax.block_until_ready([function(*arguments) for arguments in argument_sets])  # compiles
+    wait([function(*arguments) for arguments in argument_sets])  # compiles
     start = time.perf_counter()
-    jax.block_until_ready(function(*argument_sets[0]))
+    wait(function(*argument_sets[0]))
     once = max(time.perf_counter() - start, 1e-6)
     calls = max(1, min(max_calls, int(seconds / once)))
     rotation = itertools.cycle(argument_sets)
@@ -74,10 +87,10 @@ def measure(
         start = time.perf_counter()
         results = [function(*next(rotation)) for _ in range(calls - 1)]
         del results
-        jax.block_until_ready(function(*next(rotation)))
+        wait(function(*next(rotation)))
         times.append((time.perf_counter() - start) / calls * 1e3)
     median = statistics.median(times)
-    kernels = _kernel_times(function, argument_sets) if kernel_times else ()
+    kernels = (kernels_of or _kernel_times)(function, argument_sets) if kernel_times else ()
     total = sum(milliseconds for _, milliseconds in kernels) if kernels else None
     return Timing(median, (max(times) - min(times)) / median, calls, total, kernels)
 

@@ -3,7 +3,7 @@
 import dataclasses
 import pathlib
 
-from ttt_jax.benchmark import suites
+from ttt_jax.benchmark import common, suites
 from ttt_jax.experiments.cells import Cell, Values
 from ttt_jax.experiments.report import Report, new_figure, style
 
@@ -18,11 +18,11 @@ def cells(scale: str) -> list[Cell]:
       scale: one of `systems.SCALES`; "tiny" times small shapes, the others LaCT-760M's.
     """
     name = "small" if scale == "tiny" else "full"
-    size = dataclasses.replace(suites.SIZES[name], tokens=_TOKENS[scale])
-    machine = suites.describe_device()
+    size = dataclasses.replace(common.SIZES[name], tokens=_TOKENS[scale])
+    machine = common.describe_device()
 
     def run(_: pathlib.Path) -> Values:
-        options = suites.Options(
+        options = common.Options(
             size=size, seconds=0.2, batches=3, kernel_times=False, backward=True,
             variants=tuple(range(7)),
         )  # fmt: skip

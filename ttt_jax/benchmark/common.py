@@ -1,0 +1,106 @@
+"""What the benchmark suites share: shapes, options, passes, limits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import jax
+
+from ttt_jax.benchmark.timing import Timing, measure, with_gradient
+from ttt_jax.tables import Row
+from ttt_kernels import compat
+
+# What one H200 reaches on large products and copies: measured, not the data sheet's.
+H200_FLOPS = 744e12
+H200_BYTES = 4.3e12
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """Shapes of a run.
+
+    Attributes:
+      tokens: length of the one sequence.
+      heads, dim: heads and head width of the LaCT layer.
+      chunk: tokens a chunk of the LaCT layer.
+      attention: (heads, dim) pairs of the token-causal suite.
+      matrices: (number, width) pairs of the Newton-Schulz suite.
+      dtype: of the inputs.
+    """
+
+    tokens: int
+    heads: int
+    dim: int
+    chunk: int
+    attention: tuple[tuple[int, int], ...]
+    matrices: tuple[tuple[int, int], ...]
+    dtype: str
+
+
+SIZES = {
+    # LaCT-760M's layer; minutes on one H200.
+    "full": Size(32768, 4, 384, 2048, ((12, 128), (24, 64)), ((64, 384), (64, 128)), "bfloat16"),
+    # Under two minutes on two CPU cores.
+    "small": Size(8192, 2, 32, 256, ((2, 32),), ((8, 32),), "float32"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How a suite runs: sizes, timing and what to leave out."""
+
+    size: Size
+    seconds: float = 0.2
+    batches: int = 5
+    kernel_times: bool = False
+    backward: bool = True
+    variants: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6)
+
+
+def default_size() -> str:
+    """"full" on a Hopper GPU, else "small"."""
+    return "full" if compat.hopper_problem() is None else "small"
+
+
+def describe_device() -> str:
+    """One line for the head of a table: device, JAX version, dtype rules."""
+    device = jax.devices()[0]
+    return f"{device.device_kind} ({device.platform}), jax {jax.__version__}"
+
+
+def passes(function: Callable, arguments: list[tuple], cotangents: list, options: Options,
+         *, static: str) -> Iterator[tuple[str, Timing | str]]:
+    """Times forward and forward + backward; an implementation's refusal comes as its text."""
+    timed_passes: list[tuple[str, Callable, list[tuple]]] = [("fwd", function, arguments)]
+    if options.backward:
+        pairs = [(c, *a) for c, a in zip(cotangents, arguments, strict=True)]
+        timed_passes.append(("fwd+bwd", with_gradient(function), pairs))
+    for name, timed, inputs in timed_passes:
+        timed.__name__ = f"{static}_{name.replace('+', '_')}"
+        try:
+            yield name, measure(
+                jax.jit(timed), inputs, seconds=options.seconds, batches=options.batches,
+                kernel_times=options.kernel_times,
+            )
+        except (ValueError, NotImplementedError) as error:
+            yield name, str(error)
+            return
+
+
+def times(timing: Timing, tokens: int, limit_ms: float | None) -> Row:
+    best = timing.kernel_milliseconds or timing.milliseconds
+    return {
+        "ms": timing.milliseconds,
+        "spread": timing.spread,
+        "kernels ms": timing.kernel_milliseconds,
+        "Mtok/s": tokens / best / 1e3,
+        "of limit": None if limit_ms is None else limit_ms / best,
+    }
+
+
+def floor_ms(flops: float, byte_count: float) -> float | None:
+    """Time that the products or the bytes take at an H200's measured rates; None elsewhere."""
+    if compat.hopper_problem() is not None:
+        return None
+    return 1e3 * max(flops / H200_FLOPS, byte_count / H200_BYTES)
