@@ -16,7 +16,7 @@ from ttt_kernels.linear_attention import mosaic_gpu_chunk
 CASES = [
     # length, chunk_size, include_current_chunk, decay, state
     (47, 10, False, True, True),
-    slow(40, 8, True, False, False),
+    (40, 8, True, False, False),
     slow(5, 100, True, True, True),
     slow(30, 1, False, False, True),
 ]
@@ -43,12 +43,12 @@ def test_products_equal_reference(monkeypatch, length, chunk_size, include, deca
 
 @needs_interpreter
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("include", [False, True])
-def test_kernels_in_the_interpreter(include):
-    x, _ = make(1, 1, 150, 2, 64, 128, decay=True, state=True, packed=False, dtype=jnp.bfloat16)
+@pytest.mark.parametrize("include, decay", [(False, True), (True, True), (False, False)])
+def test_kernels_in_the_interpreter(include, decay):
+    x, _ = make(1, 1, 150, 2, 64, 128, decay=decay, state=True, packed=False, dtype=jnp.bfloat16)
     kernels = mosaic_gpu.Kernels(interpret=True)
 
-    def by_kernels(q, k, v, log_decay, initial_state, segment_ids=None):
+    def by_kernels(q, k, v, initial_state, log_decay=None, segment_ids=None):
         return mosaic_gpu_chunk.by_products(
             q, k, v, log_decay, initial_state, 64, include, kernels
         )
@@ -70,7 +70,7 @@ def test_kernels_in_the_interpreter(include):
         assert rms_error(got[name], expected) < bound, name
 
 
-def test_gradient_is_six_kernels_and_no_transposition():
+def test_gradient_is_seven_kernels_and_no_transposition():
     x = jax.ShapeDtypeStruct((1, 32768, 4, 384), jnp.bfloat16)
 
     def loss(q, k, v):
@@ -79,6 +79,9 @@ def test_gradient_is_six_kernels_and_no_transposition():
 
     gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
     lowered = gradient.trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
-    # The summaries forwards (the outputs are not needed); dq, the states' gradient, dk, dv.
-    assert lowered.count("custom_call @mosaic_gpu") == 5
-    assert "chunk_summaries" in lowered and "chunk_outputs" in lowered
+    # The summaries and their prefix forwards (the outputs are not needed) and, of their gradients,
+    # backwards; dq, dk, dv.
+    assert lowered.count("custom_call @mosaic_gpu") == 7
+    for name in ("chunk_summaries", "chunk_states", "chunk_outputs"):
+        assert name in lowered
+    assert "stablehlo.transpose" not in lowered

@@ -13,7 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from ttt_kernels import compat
-from ttt_kernels.chunk_products import mosaic_gpu_outputs, mosaic_gpu_summaries, tiling
+from ttt_kernels.chunk_products import (
+    mosaic_gpu_outputs,
+    mosaic_gpu_states,
+    mosaic_gpu_summaries,
+    tiling,
+)
 from ttt_kernels.chunk_products.tiling import BLOCK, OutputTiling, SummaryTiling
 
 
@@ -75,6 +80,18 @@ class Kernels:
             q, states, chunk_size, transposed, plan, self._interpreter()
         )
         return _unpad(out, length, whole, chunk_size, value_dim)
+
+    def states(self, summaries, edge, include: bool, reverse: bool, dtype: jnp.dtype):
+        """Running sums of float32 summaries; see `mosaic_gpu_states.states`."""
+        sizes = summaries.shape[3:]
+        widths = [(0, tiling.padded_dim(dim) - dim) for dim in sizes]
+        if any(after for _, after in widths):
+            summaries = jnp.pad(summaries, [(0, 0)] * 3 + widths)
+            edge = jnp.pad(edge, [(0, 0)] * 2 + widths)
+        made = mosaic_gpu_states.states(
+            summaries, edge, include, reverse, dtype, self._interpreter()
+        )
+        return tuple(x[..., : sizes[0], : sizes[1]] for x in made)
 
     def _interpreter(self):
         return compat.gpu_interpret_params() if self.interpret else None

@@ -25,6 +25,24 @@ def outputs(q: jax.Array, states: jax.Array, chunk_size: int, transposed: bool) 
     return out.reshape(out.shape[0], -1, *out.shape[3:])[:, : q.shape[1]]
 
 
+def states(
+    summaries: jax.Array, edge: jax.Array, include: bool, reverse: bool, dtype: jnp.dtype
+) -> tuple[jax.Array, jax.Array]:
+    """`S_c = edge + sum_{j < c} G_j` for every chunk, and the same over all chunks.
+
+    Args:
+      summaries: [batch, heads, chunks, key_dim, value_dim], float32 or wider.
+      edge: [batch, heads, key_dim, value_dim], the state ahead of (in reverse: behind) all.
+      include: sums over j <= c.
+      reverse: sums over j > c (with `include` j >= c).
+      dtype: of the states.
+    """
+    sums = lax.cumsum(summaries, axis=2, reverse=reverse)
+    final = edge + sums[:, :, 0 if reverse else -1]
+    sums = sums if include else sums - summaries
+    return (edge[:, :, None] + sums).astype(dtype), final
+
+
 def _cut(x: jax.Array, chunk_size: int) -> jax.Array:
     """[batch, time, heads, dim] to [batch, heads, chunks, chunk, dim], zeros behind the end."""
     chunk_size = min(chunk_size, x.shape[1])
