@@ -136,18 +136,20 @@ def _norm(x: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.sum(x * x, keepdims=True))
 
 
-def _polynomial(y, b, c, dtype) -> tuple[jax.Array, jax.Array]:
-    """``A = Y Yᵀ`` and ``B = bA + cA²``, both rounded to `dtype`."""
+def _polynomial(y, a, b, c, dtype) -> tuple[jax.Array, jax.Array]:
+    """``A = Y Yᵀ`` and ``aI + bA + cA²``, both rounded to `dtype`."""
     gram = dot(y, y, COLUMNS, COLUMNS)
     rounded = gram.astype(dtype)
     square = dot((c * gram).astype(dtype), rounded, COLUMNS, ROWS)
-    return rounded, (b * gram + square).astype(dtype)
+    row, column = (lax.broadcasted_iota(jnp.int32, gram.shape, axis) for axis in (0, 1))
+    diagonal = jnp.where(row == column, a, 0.0)
+    return rounded, (diagonal + b * gram + square).astype(dtype)
 
 
 def _step(y, a, b, c, dtype) -> jax.Array:
-    """One iteration, ``aY + BY``."""
-    _, polynomial = _polynomial(y, b, c, dtype)
-    return (a * y.astype(jnp.float32) + dot(polynomial, y, COLUMNS, ROWS)).astype(dtype)
+    """One iteration, ``(aI + B) Y``; terms that cancel are added before they are rounded."""
+    _, polynomial = _polynomial(y, a, b, c, dtype)
+    return dot(polynomial, y, COLUMNS, ROWS).astype(dtype)
 
 
 def _forward_body(table, x, out, *, eps, dtype, number):
@@ -172,7 +174,7 @@ def _backward_body(table, x, gradient, out, kept, *, eps, dtype, number):
         i = number - 1 - j
         a, b, c = table[i, 0], table[i, 1], table[i, 2]
         y, rounded = kept[i], g.astype(dtype)
-        gram, polynomial = _polynomial(y, b, c, dtype)
+        gram, polynomial = _polynomial(y, 0.0, b, c, dtype)
         outer = dot(rounded, y, COLUMNS, COLUMNS)
         both = outer + outer.T
         mixed = dot(both.astype(dtype), gram, COLUMNS, ROWS)
