@@ -22,7 +22,7 @@ _TASKS = flags.DEFINE_list("tasks", list(TASKS), "tasks of ablation and paradoxe
 _MODELS = flags.DEFINE_list("models", [], "models of the ablation, for example V0,V6,softmax")
 _SEEDS = flags.DEFINE_integer("seeds", 3, "seeds of each model", lower_bound=1)
 _JOBS = flags.DEFINE_integer("jobs", 1, "processes side by side", lower_bound=1)
-_PART = flags.DEFINE_list("part", ["0", "1"], "index, count: this process's share of the cells")
+_REPORT = flags.DEFINE_bool("report", True, "write reports; without, the cells are run alone")
 _SET = flags.DEFINE_multi_string(
     "set", [], "field of the language models' configuration, for example data.source=books/*.txt"
 )
@@ -39,7 +39,7 @@ def main() -> int:
             seeds=_SEEDS.value,
             fields=reproduce.parse_fields(_SET.value),
             jobs=_JOBS.value,
-            part=tuple(int(number) for number in _PART.value),
+            report=_REPORT.value,
             command=sys.argv,
         ),
         _WORKDIR.value,

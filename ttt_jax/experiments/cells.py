@@ -6,6 +6,7 @@ own, so that no table mixes two configurations.
 """
 
 import dataclasses
+import fcntl
 import hashlib
 import json
 import logging
@@ -54,41 +55,44 @@ class Interrupted(Exception):
         self.exit_code = exit_code
 
 
-def run_cells(
-    cells: Sequence[Cell], root: pathlib.Path, part: tuple[int, int] = (0, 1)
-) -> dict[str, Values]:
+def run_cells(cells: Sequence[Cell], root: pathlib.Path) -> dict[str, Values]:
     """Runs the cells that are not done, one after the other.
+
+    Several processes may do so at once: a cell that another one is running is left to it.
 
     Args:
       cells: what to run; names differ.
       root: folder of the experiments; cells with equal name and key are shared between them.
-      part: (index, count): runs only every count-th cell from the index-th, for processes side
-        by side.
 
     Returns:
-      Name -> result with the name of its "folder" and its "seconds"; a cell that failed has
-      {"failed": "Type: message"} and runs again next time.
+      Name -> result with the name of its "folder", its "seconds" and its "processor_seconds" of all
+      cores; a cell that failed has {"failed": "Type: message"} and runs again next time; one left
+      to another process is missing.
 
     Raises:
       Interrupted: a signal ended a training.
     """
-    index, count = part
-    mine = list(cells)[index::count]
     results = {}
-    for number, cell in enumerate(mine, start=1):
-        done = cell.folder(root) / "result.json"
-        if done.exists():
-            results[cell.name] = json.loads(done.read_text())
-            continue
-        note(f"\n=== {cell.name} ({number} of {len(mine)})")
-        results[cell.name] = _run(cell, done)
+    for number, cell in enumerate(cells, start=1):
+        folder = cell.folder(root)
+        done = folder / "result.json"
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / "lock", "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            if done.exists():
+                results[cell.name] = json.loads(done.read_text())
+                continue
+            note(f"\n=== {cell.name} ({number} of {len(cells)})")
+            results[cell.name] = _run(cell, done)
         jax.clear_caches()
     return results
 
 
 def _run(cell: Cell, done: pathlib.Path) -> Values:
-    done.parent.mkdir(parents=True, exist_ok=True)
-    start = time.perf_counter()
+    start, processor = time.perf_counter(), time.process_time()
     try:
         values = cell.run(done.parent)
     except Interrupted:
@@ -96,7 +100,12 @@ def _run(cell: Cell, done: pathlib.Path) -> Values:
     except Exception as error:  # one failed cell must not cost the others
         logger.exception("cell %s failed", cell.name)
         return {"failed": f"{type(error).__name__}: {error}"}
-    values = {**values, "folder": done.parent.name, "seconds": time.perf_counter() - start}
+    values = {
+        **values,
+        "folder": done.parent.name,
+        "seconds": time.perf_counter() - start,
+        "processor_seconds": time.process_time() - processor,
+    }
     draft = done.with_suffix(".tmp")
     draft.write_text(json.dumps(values, indent=2) + "\n")
     draft.replace(done)

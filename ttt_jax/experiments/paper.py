@@ -16,3 +16,12 @@ ABLATION: dict[str, dict[str, float]] = {
         "ascent": 79.61, "Q = K": 79.18,
     },
 }  # fmt: skip
+
+# Millions of tokens a second of LaCT-LLM's layer alone, inference: recurrent, parallel.
+THROUGHPUT: dict[str, dict[str, float]] = {
+    "V0": {"recurrent": 4.30},
+    "V2": {"recurrent": 11.02, "parallel": 30.18},
+    "V3": {"recurrent": 12.95, "parallel": 49.69},
+    "V5": {"recurrent": 14.40, "parallel": 57.28},
+    "V6": {"recurrent": 89.67, "parallel": 124.6},
+}

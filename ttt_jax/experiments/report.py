@@ -154,7 +154,7 @@ def compare_order(ours: dict[str, Sequence[float]], paper: dict[str, float], bet
       better: "higher" or "lower".
 
     >>> compare_order({"V0": [3.0, 3.1], "V1": [1.0, 1.1]}, {"V0": 16.4, "V1": 15.9}, "lower")
-    "Of 1 pairs of models our seeds resolve 1; the paper's order holds in 1 of these..."
+    "Of 1 pairs of models 1 are in the paper's order (tau +1.00); our seeds resolve 1 of them..."
     """
     names = [name for name in ours if name in paper and ours[name]]
     agreeing = disagreeing = resolved = held = 0
@@ -172,7 +172,8 @@ def compare_order(ours: dict[str, Sequence[float]], paper: dict[str, float], bet
     pick = max if better == "higher" else min
     best = pick(names, key=lambda name: mean_and_spread(ours[name])[0])
     return (
-        f"Of {pairs} pairs of models our seeds resolve {resolved}; the paper's order holds in "
-        f"{held} of these (tau over all pairs {(agreeing - disagreeing) / pairs:+.2f}). "
+        f"Of {pairs} pairs of models {agreeing} are in the paper's order (tau "
+        f"{(agreeing - disagreeing) / pairs:+.2f}); our seeds resolve {resolved} of them, and in "
+        f"{held} of these the paper's order holds. "
         f"Best here: {best}; best in the paper: {pick(names, key=paper.__getitem__)}."
     )

@@ -31,8 +31,7 @@ class Options:
       seeds: seeds of each model.
       fields: dotted configuration fields of the language models to change.
       jobs: processes side by side.
-      part: (index, count): this process runs every count-th cell from the index-th and writes no
-        report.
+      report: False runs the cells alone, as a process beside others does.
       command: the command line, for the report and for the processes side by side.
     """
 
@@ -43,7 +42,7 @@ class Options:
     seeds: int = 3
     fields: Values = dataclasses.field(default_factory=dict)
     jobs: int = 1
-    part: tuple[int, int] = (0, 1)
+    report: bool = True
     command: Sequence[str] = ()
 
     def names(self) -> tuple[str, ...]:
@@ -143,10 +142,10 @@ def main(options: Options, workdir: str | os.PathLike[str]) -> int:
     if options.jobs > 1:
         _side_by_side(options)
     try:
-        results = run_cells(unique, root, options.part)
+        results = run_cells(unique, root)
     except Interrupted as stopped:
         return stopped.exit_code
-    if options.part[1] > 1:
+    if not options.report:
         return 0
     minutes = (time.perf_counter() - start) / 60
     for name, cells in plan.items():
@@ -160,12 +159,9 @@ def main(options: Options, workdir: str | os.PathLike[str]) -> int:
 
 
 def _side_by_side(options: Options) -> None:
-    """Runs the command in `jobs` processes, each its share; what fails there runs again here."""
-    count = options.jobs
-    running = [
-        subprocess.Popen([sys.executable, *options.command, "--jobs=1", f"--part={i},{count}"])
-        for i in range(count)
-    ]
+    """Runs the command in `jobs` processes that share the cells; what fails runs again here."""
+    command = [sys.executable, *options.command, "--jobs=1", "--noreport"]
+    running = [subprocess.Popen(command) for _ in range(options.jobs)]
     try:
         for process in running:
             process.wait()
@@ -182,10 +178,14 @@ def _write_report(
     command = shlex.join(["python", *options.command]) if options.command else "a call of main()"
     experiment = EXPERIMENTS[name]
     out = Report(experiment.title, root / name, command)
-    spent = sum(values.get("seconds", 0.0) for values in results.values()) / 60
+    wall, processor = (
+        sum(values.get(name, 0.0) for values in results.values()) / 60
+        for name in ("seconds", "processor_seconds")
+    )
     out.text(
-        f"Scale {options.scale}, {options.seeds} seeds (0 to {options.seeds - 1}), "
-        f"{len(results)} cells that took {spent:.1f} minutes; this run {minutes:.1f} minutes."
+        f"Scale {options.scale}, {options.seeds} seeds (0 to {options.seeds - 1}), {len(results)} "
+        f"cells that took {wall:.1f} minutes ({processor:.1f} of processor time) in all processes; "
+        f"this run {minutes:.1f} minutes with {options.jobs} side by side."
     )
     experiment.report(results, out, root)
     return out.write()

@@ -4,8 +4,9 @@ import dataclasses
 import pathlib
 
 from ttt_jax.benchmark import common, suites
+from ttt_jax.experiments import paper
 from ttt_jax.experiments.cells import Cell, Values
-from ttt_jax.experiments.report import Report, new_figure, style
+from ttt_jax.experiments.report import Report, compare_order, new_figure, style
 
 # Tokens of the sequence: at "tiny" two CPU cores take about a minute.
 _TOKENS = {"tiny": 2048, "small": 32768, "paper": 32768}
@@ -44,9 +45,13 @@ def report(results: dict[str, Values], out: Report, root: pathlib.Path) -> None:
     if "failed" in values:
         out.text(f"FAILED: {values['failed']}")
         return
-    rows = values["rows"]
+    rows = [_beside_paper(row) for row in values["rows"]]
     out.table("throughput", rows, f"Layer alone, batch 1, on {values['machine']}.")
     forward = [row for row in rows if row["pass"] == "fwd" and row["Mtok/s"]]
+    for form in ("recurrent", "parallel"):
+        ours = {r["case"]: [r["Mtok/s"]] for r in forward if r["implementation"] == form}
+        theirs = {case: found[form] for case, found in paper.THROUGHPUT.items() if form in found}
+        out.text(f"Order of the {form} forms, forward: {compare_order(ours, theirs, 'higher')}")
     cases = list(dict.fromkeys(row["case"] for row in forward))
     figure, (axes,) = new_figure(1, width=7)
     forms = list(dict.fromkeys(row["implementation"] for row in forward))
@@ -60,3 +65,9 @@ def report(results: dict[str, Values], out: Report, root: pathlib.Path) -> None:
     axes.set(ylabel="million tokens a second, forward")
     axes.legend()
     out.figure("throughput", figure, "Forward pass of one layer in each mode.")
+
+
+def _beside_paper(row: Values) -> Values:
+    """The row with the paper's rate, which it gives for the forward pass of some variants."""
+    known = paper.THROUGHPUT.get(row["case"], {}) if row["pass"] == "fwd" else {}
+    return row | {"paper Mtok/s": known.get(row["implementation"])}
