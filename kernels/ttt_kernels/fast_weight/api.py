@@ -54,7 +54,7 @@ def fast_weight_apply(
     ((1, 1, 3, 2), 7.046)
     """
     matrices = _check_weights(weights, q, "q")
-    module = _choose(implementation, matrices, q, "apply")
+    module = _choose(implementation, _MODULES, _problems(matrices, q), "apply")
     if module is not xla:
         matrices = _for_each_row(matrices, q.shape[0])
     return module.apply(*matrices, q)
@@ -75,8 +75,8 @@ def fast_weight_hidden(
       x: [batch, time, heads, key_dim] floats; time >= 1.
       rates: [batch, time, heads] floats, or None for 1.
       implementation: "reference" (token by token), "xla" (any device), "mosaic_gpu" (one kernel
-        for Hopper GPUs, bfloat16), or None for what is known to be the fastest here. A named
-        implementation never falls back.
+        for Hopper GPUs, bfloat16), or None, which picks the fastest that runs here and logs the
+        choice once. A named implementation never falls back.
 
     Returns:
       [batch, time, heads, hidden] in x's dtype; differentiable in every argument.
@@ -101,13 +101,8 @@ def fast_weight_hidden(
         raise ValueError(
             f"rates has shape {rates.shape}; it must be {x.shape[:3]} = [batch, time, heads]"
         )
-    if implementation not in (None, *_HIDDEN):
-        raise ValueError(
-            f"implementation={implementation!r} must be one of {sorted(_HIDDEN)} or None"
-        )
-    if implementation == "mosaic_gpu":
-        _refuse(implementation, mosaic_gpu.unsupported(w0, x) or compat.hopper_problem())
-    return _HIDDEN[implementation or "xla"].hidden(w0, w2, x, rates)
+    problems = {"mosaic_gpu": mosaic_gpu.unsupported(w0, x) or compat.hopper_problem()}
+    return _choose(implementation, _HIDDEN, problems, "hidden").hidden(w0, w2, x, rates)
 
 
 def fast_weight_gradients(
@@ -171,7 +166,8 @@ def fast_weight_gradients(
             f"rates has shape {rates.shape} and dtype {rates.dtype}; it must be a float "
             f"{(*k.shape[:3], len(names))} = [batch, heads, time, R] with {trained=}"
         )
-    module = _choose(implementation, matrices, k.astype(dtype), "gradients")
+    problems = _problems(matrices, k.astype(dtype))
+    module = _choose(implementation, _MODULES, problems, "gradients")
     if module is not xla:
         matrices = _for_each_row(matrices, k.shape[0])
     made = module.gradients(*matrices, k.astype(dtype), error.astype(dtype), rates)
@@ -216,32 +212,38 @@ def _for_each_row(matrices, batch: int) -> list[jax.Array]:
     return [jnp.broadcast_to(w, (batch, *w.shape[1:])) for w in matrices]
 
 
-def _choose(implementation, matrices, x: jax.Array, operation: str):
+def _problems(matrices, x: jax.Array) -> dict[str, str | None]:
+    """Why each backend with kernels cannot run a call, or None."""
+    gpu = mosaic_gpu.unsupported(matrices[0], x, matrices[1].shape[-1])
+    return {
+        "mosaic_gpu": gpu or compat.hopper_problem(),
+        "mosaic_tpu": mosaic_tpu.unsupported(*matrices[:2], x) or compat.tpu_problem(),
+    }
+
+
+def _choose(implementation: str | None, modules: dict, problems: dict, operation: str):
     """The module that runs the call; logs what was chosen for the caller."""
-    if implementation is not None and implementation not in _MODULES:
+    if implementation is not None and implementation not in modules:
         raise ValueError(
-            f"implementation={implementation!r} must be one of {sorted(_MODULES)} or None"
+            f"implementation={implementation!r} must be one of {sorted(modules)} or None"
         )
-    problem = mosaic_tpu.unsupported(*matrices[:2], x) or compat.tpu_problem()
-    if implementation == "mosaic_gpu":
-        reason = mosaic_gpu.unsupported(matrices[0], x, matrices[1].shape[-1])
-        _refuse(implementation, reason or compat.hopper_problem())
-    if implementation == "mosaic_tpu":
-        _refuse(implementation, problem)
     if implementation is None:
-        implementation = "xla" if problem else "mosaic_tpu"
-        _log_choice(operation, implementation, problem or "the arguments and the device suit it")
-    return _MODULES[implementation]
-
-
-def _refuse(implementation: str, problem: str | None) -> None:
-    if problem:
+        able = [name for name, problem in problems.items() if problem is None]
+        implementation = able[0] if able else "xla"
+        _log_choice(operation, implementation, "" if able else "; ".join(problems.values()))
+    if problems.get(implementation):
         raise NotImplementedError(
-            f"implementation={implementation!r} cannot run here: {problem}; "
+            f"implementation={implementation!r} cannot run here: {problems[implementation]}; "
             "implementation='xla' can"
         )
+    return modules[implementation]
 
 
 @functools.cache
 def _log_choice(operation: str, implementation: str, reason: str) -> None:
-    _logger.info("fast_weight_%s runs by implementation=%r: %s", operation, implementation, reason)
+    _logger.info(
+        "fast_weight_%s runs by implementation=%r: %s",
+        operation,
+        implementation,
+        reason or "the arguments and the device suit its kernels",
+    )
