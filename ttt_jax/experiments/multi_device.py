@@ -317,7 +317,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", default=",".join(MEASURES), help="of these, with commas")
     parser.add_argument("--out", type=pathlib.Path, help="folder for the tables")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--turns", help=argparse.SUPPRESS)
+    parser.add_argument("--turns", help="file of the lock, to measure apart from other programs")
     options = parser.parse_args(arguments)
     unknown = [name for name in options.only.split(",") if name not in MEASURES]
     if unknown:
@@ -357,7 +357,7 @@ def main() -> int:
         tempfile.NamedTemporaryFile() as lock,
         concurrent.futures.ThreadPoolExecutor(len(todo)) as pool,
     ):
-        arguments = [*sys.argv[1:], f"--turns={lock.name}"]
+        arguments = [*sys.argv[1:], f"--turns={options.turns or lock.name}"]
         jobs = [pool.submit(run_in_process, *each, arguments, options.seconds) for each in todo]
         found = [(kind, job.result()) for (kind, _), job in zip(todo, jobs, strict=True)]
     for kind in options.only.split(","):
