@@ -10,7 +10,6 @@ from flax import nnx
 
 from tests.models.matmul_count import matmul_flops
 from tests.tolerances import assert_close, tolerance
-from ttt_jax.layers.convolution import depthwise_conv3x3
 from ttt_jax.models import HViTTTConfig, ViTConfig, ViTTTConfig, build, h_vittt, vit, vittt
 from ttt_jax.models.decoder import unstack_layers
 from ttt_jax.models.vision import count_params
@@ -156,37 +155,12 @@ def test_h_vittt_records_running_statistics_in_training_only():
         nnx.merge(graphdef, params, buffers)(images[:, :6])
 
 
-@pytest.mark.parametrize("stride, height, width", [(1, 3, 5), (2, 6, 4), (2, 5, 3)])
-def test_depthwise_convolution_is_the_compilers(stride, height, width):
-    """Values and both gradients."""
-    x = jax.random.normal(jax.random.key(0), (2, height, width, 4))
-    kernel = jax.random.normal(jax.random.key(1), (9, 4))
-
-    def compilers(x, kernel):
-        return jax.lax.conv_general_dilated(
-            x, kernel.reshape(3, 3, 1, 4), (stride, stride), ((1, 1), (1, 1)),
-            dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=4,
-        )  # fmt: skip
-
-    def run(convolve):
-        def loss(x, kernel):
-            y = convolve(x, kernel)
-            return jnp.sum(jnp.sin(y)), y
-
-        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(x, kernel)
-
-    (_, expected), gradients = run(compilers)
-    (_, found), ours = run(lambda x, kernel: depthwise_conv3x3(x, kernel, stride))
-    for a, b in zip((found, *ours), (expected, *gradients), strict=True):
-        assert_close(a, b, tolerance(jnp.float32, 9))
-
-
 @pytest.mark.parametrize(
     "config, message",
     [
         (ViTTTConfig(image_size=30, patch_size=4), "image_size=30 must be a multiple of patch_siz"),
         (ViTTTConfig(variant=7), "variant=7"),
-        (ViTTTConfig(mode="kernel"), "mode='kernel'"),
+        (ViTTTConfig(mode="kernel", variant=1), "mode='kernel' with variant=1"),
         (ViTTTConfig(drop_path_rate=1.0), "drop_path_rate=1.0"),
         (ViTTTConfig(num_heads=7), "num_heads=7 must divide"),
         (ViTTTConfig(direction="up"), "direction='up'"),

@@ -45,4 +45,4 @@ class ConvMLP(nnx.Module):
         """
         with jax.named_scope("mlp"):
             x = gelu(self.up(x))
-            return self.down(gelu(x + self.conv(x)))
+            return self.down(gelu(self.conv(x, residual=True)))

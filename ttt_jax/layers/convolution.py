@@ -1,79 +1,16 @@
 """Convolutions of images: depthwise 3×3, dense, and the patch embedding."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from ttt_jax.layers.rms_norm import at_least_float32
-from ttt_jax.sharding import param
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def depthwise_conv3x3(x, kernel, stride: int = 1):
-    """y[p, c] = Σ_j kernel[j, c] x[p + j, c] over the 3×3 neighbours j of p, zeros outside.
-
-    A cross-correlation, as in PyTorch, written as nine shifted products: a grouped convolution of
-    the compiler is slow to differentiate and may be gathered over the batch when it is sharded.
-    The gradient is written out, because that of nine slices is nine paddings and sums.
-
-    Args:
-      x: [batch, height, width, channels], any float dtype.
-      kernel: [9, channels], rows of the 3×3 window one after another.
-      stride: 1 or 2; outputs are at every stride-th row and column, from the first.
-
-    Returns:
-      [batch, ceil(height / stride), ceil(width / stride), channels] in x's dtype, summed in at
-      least float32.
-
-    >>> image = jnp.arange(1.0, 5.0).reshape(1, 2, 2, 1)
-    >>> depthwise_conv3x3(image, jnp.ones((9, 1))).ravel().tolist()
-    [10.0, 10.0, 10.0, 10.0]
-    """
-    wide = at_least_float32(x.dtype)
-    kernel = kernel.astype(x.dtype).astype(wide)
-    shifted = _neighbours(x, stride)
-    return sum(y.astype(wide) * kernel[index] for index, y in enumerate(shifted)).astype(x.dtype)
-
-
-def _depthwise_forward(x, kernel, stride):
-    return depthwise_conv3x3(x, kernel, stride), (x, kernel)
-
-
-def _depthwise_backward(stride, residuals, error):
-    x, kernel = residuals
-    channels, wide = x.shape[-1], at_least_float32(x.dtype)
-    # A sum over pixels as a product with ones: compilers make a fast matrix-vector product of it.
-    ones = jnp.ones(error.size // channels, wide)
-    by_kernel = [
-        ones @ (y.astype(wide) * error.astype(wide)).reshape(-1, channels)
-        for y in _neighbours(x, stride)
-    ]
-    spread = [(0, size - (n - 1) * stride - 1, stride - 1)
-              for size, n in zip(x.shape[1:3], error.shape[1:3], strict=True)]  # fmt: skip
-    spread = lax.pad(error, jnp.zeros((), error.dtype), [(0, 0, 0), *spread, (0, 0, 0)])
-    by_x = depthwise_conv3x3(spread, kernel[::-1], 1)
-    return by_x, jnp.stack(by_kernel).astype(kernel.dtype)
-
-
-depthwise_conv3x3.defvjp(_depthwise_forward, _depthwise_backward)
-
-
-def _neighbours(x, stride):
-    """The nine shifted images [batch, ceil(height / stride), …], from above left on."""
-    height, width = x.shape[1:3]
-    padded = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
-    return [
-        padded[:, row : row + height : stride, column : column + width : stride]
-        for row in range(3)
-        for column in range(3)
-    ]
+from ttt_jax.sharding import on_each_device, param
+from ttt_kernels.depthwise_conv import depthwise_conv
 
 
 class DepthwiseConv(nnx.Module):
-    """`depthwise_conv3x3` with a learned kernel and bias.
+    """`ttt_kernels.depthwise_conv` with a learned kernel and bias, each device on its own images.
 
     >>> DepthwiseConv(4, dtype="float32", rngs=nnx.Rngs(0))(jnp.ones((2, 5, 6, 4))).shape
     (2, 5, 6, 4)
@@ -86,24 +23,30 @@ class DepthwiseConv(nnx.Module):
           channels: of input and output.
           dtype: compute dtype.
           rngs: random streams; "params" is used.
-          stride: as in `depthwise_conv3x3`.
+          stride: as in `ttt_kernels.depthwise_conv`.
         """
         self.kernel = param(_uniform(rngs, (9, channels), 9), (None, "embed"))
         self.bias = param(_uniform(rngs, (channels,), 9), ("embed",))
         self.dtype, self.stride = dtype, stride
 
-    def __call__(self, x):
+    def __call__(self, x, residual: bool = False):
         """Applies the layer.
 
         Args:
           x: [batch, height, width, channels].
+          residual: returns x + y, which a kernel gets for nothing.
 
         Returns:
           [batch, ceil(height / stride), ceil(width / stride), channels] in the compute dtype.
         """
+
+        def convolve(x, kernel, bias):
+            return depthwise_conv(x, kernel, bias, stride=self.stride, residual=residual)
+
+        images = ("batch", None, None, None)
         with jax.named_scope("depthwise_conv"):
-            y = depthwise_conv3x3(x.astype(self.dtype), self.kernel[...], self.stride)
-            return y + self.bias[...].astype(self.dtype)
+            arrays = x.astype(self.dtype), self.kernel[...], self.bias[...]
+            return on_each_device(convolve, arrays, [images, (None, None), (None,)], images)
 
 
 class Conv(nnx.Module):

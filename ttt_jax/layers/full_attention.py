@@ -105,8 +105,8 @@ class FullAttention(nnx.Module):
         Returns:
           [rows, time, hidden] in the compute dtype.
         """
-        qkv = by_rows(self.qkv, x).reshape(*x.shape[:2], 3, self.heads, -1)
-        q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
+        parts = self.qkv.split(x.reshape(-1, x.shape[-1]))
+        q, k, v = (y.reshape(*x.shape[:2], self.heads, -1) for y in parts)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         mixed = full_attention(q, k, v, implementation=self.implementation)

@@ -67,6 +67,23 @@ class Linear(nnx.Module):
         y = jnp.tensordot(x.astype(self.dtype), kernel, axes=1, preferred_element_type=out_dtype)
         return y if self.bias is None else y + self.bias[...].astype(out_dtype)
 
+    def split(self, x):
+        """The products with each part of a kernel [in, parts, out], one by one.
+
+        The same values as slices of the whole product. On a GPU neither the slices nor, in the
+        backward pass, the gradient put together from theirs are copied.
+
+        Args:
+          x: [..., in_features], any float dtype.
+
+        Returns:
+          A list of [..., out], one a part, in the layer's dtype.
+        """
+        x, kernel = x.astype(self.dtype), self.kernel[...].astype(self.dtype)
+        bias = None if self.bias is None else self.bias[...].astype(self.dtype)
+        made = [jnp.tensordot(x, kernel[:, i], axes=1) for i in range(kernel.shape[1])]
+        return made if bias is None else [y + bias[i] for i, y in enumerate(made)]
+
 
 def by_rows(layer, x, **options):
     """A layer over x as [rows, features]; for inputs of which only the first axis is cut.

@@ -11,6 +11,9 @@ from ttt_jax.layers.fast_weights import FastWeights
 from ttt_jax.layers.flops import inner_loop_flops
 from ttt_jax.layers.linear import Linear
 from ttt_jax.layers.rotary_2d import rotate_2d
+from ttt_jax.layers.sharded import sharded_ttt
+from ttt_jax.sharding import on_each_device
+from ttt_kernels.glu_step import glu_step
 
 
 class VisionTTT(nnx.Module):
@@ -76,16 +79,33 @@ class VisionTTT(nnx.Module):
         """
         batch, height, width, hidden = x.shape
         with jax.named_scope("vision_ttt"):
-            q, k, v = jnp.moveaxis(self.qkv(x), 3, 0)
-            gated = [y[..., :hidden] for y in (q, k, v)]
+            tokens = height * width
+            qkv = self.qkv.split(x.reshape(-1, hidden))
+            gated = [y[:, :hidden].reshape(x.shape) for y in qkv]
             if self.rotary:
                 gated[:2] = [rotate_2d(y) for y in gated[:2]]
-            gated = [y.reshape(batch, height * width, self.heads, -1) for y in gated]
-            local = [y[..., hidden:].reshape(batch, height * width, -1, 1) for y in (q, k, v)]
-            first, _ = ttt(self.spec, self.gated(), *gated, mode=self.mode)
-            second, _ = ttt(vittt_dwconv(height, width), self.local(), *local, mode=self.mode)
-            joined = [y.reshape(batch, height, width, -1) for y in (first, second)]
-            return self.out(jnp.concatenate(joined, axis=-1))
+            gated = [y.reshape(batch, tokens, self.heads, -1) for y in gated]
+            local = [y[:, hidden:].reshape(batch, tokens, -1, 1) for y in qkv]
+            first = self._gated(*gated)
+            mode = "auto" if self.mode == "kernel" else self.mode
+            second, _ = ttt(vittt_dwconv(height, width), self.local(), *local, mode=mode)
+            joined = [y.reshape(batch * tokens, -1) for y in (first, second)]
+            return self.out(jnp.concatenate(joined, axis=-1)).reshape(x.shape)
+
+    def _gated(self, q, k, v):
+        """The gated branch, [batch, tokens, heads, head size] in and out."""
+        if self.mode != "kernel":
+            return sharded_ttt(self.spec, self.gated(), q, k, v, mode=self.mode)[0]
+        if self.spec.query == "key":
+            q = k
+
+        def step(w1, w2, q, k, v):
+            options = dict(scale=self.spec.loss.scale, clip=self.spec.clip)
+            return glu_step({"w1": w1, "w2": w2}, q, k, v, **options)
+
+        weights, tokens = ("heads", None, None), ("batch", None, "heads", None)
+        arrays = (*(self.gated()[name] for name in ("w1", "w2")), q, k, v)
+        return on_each_device(step, arrays, [weights] * 2 + [tokens] * 3, tokens)
 
     def flops(self, height: int, width: int) -> float:
         """Matmul FLOPs of one image, forward.

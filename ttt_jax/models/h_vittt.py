@@ -17,11 +17,11 @@ from ttt_jax.layers.conv_mlp import ConvMLP
 from ttt_jax.layers.convolution import Conv, DepthwiseConv
 from ttt_jax.layers.rms_norm import at_least_float32
 from ttt_jax.layers.vision_ttt import VisionTTT
-from ttt_jax.models.decoder_config import check_choice, check_count
+from ttt_jax.models.decoder_config import check_count
 from ttt_jax.models.vision import classifier, count_params
 from ttt_jax.models.vision_blocks import BlockStack, VisionBlock
 from ttt_jax.models.vision_config import check_image, check_numbers
-from ttt_jax.models.vittt import MODES
+from ttt_jax.models.vittt import check_mode
 
 _PATCH = 4  # pixels a token of the first stage
 
@@ -81,7 +81,7 @@ class HViTTTConfig:
         reason = f"{_PATCH}·2{'⁰¹²³⁴⁵⁶⁷⁸⁹'[stages - 1]} for {stages} stages"
         check_image(self, _PATCH * 2 ** (stages - 1), reason)
         check_numbers(self)
-        check_choice(self, "mode", MODES)
+        check_mode(self)
         vittt_glu(self.variant)
 
 

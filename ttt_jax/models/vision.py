@@ -85,9 +85,9 @@ class VisionModel(nnx.Module):
         Returns:
           [batch, num_classes], float32 (float64 for float64).
         """
+        features = self.features(images, key=key)
         with jax.named_scope("head"):
-            dtype = at_least_float32(self.config.dtype)
-            return self.head(self.features(images, key=key), out_dtype=dtype)
+            return self.head(features, out_dtype=at_least_float32(self.config.dtype))
 
     def num_params(self) -> int:
         """Number of parameters, the head included.

@@ -54,7 +54,7 @@ class VisionBlock(nnx.Module):
             branch = branch if key is None else drop_path(branch, rate, key)
             return constrain(x + branch, ("batch", None, None, None))
 
-        x = x + self.position(x)
+        x = self.position(x, residual=True)
         x = add(x, self.mixer(self.mixer_norm(x)), keys[0])
         return add(x, self.mlp(self.mlp_norm(x)), keys[1])
 

@@ -16,7 +16,7 @@ from ttt_jax.models.decoder_config import check_choice
 from ttt_jax.models.vision import VisionModel
 from ttt_jax.models.vision_config import VisionConfig
 
-MODES = ("auto", "recurrent", "parallel")
+MODES = ("auto", "recurrent", "parallel", "kernel")
 
 
 @dataclasses.dataclass(kw_only=True, slots=True, unsafe_hash=True)
@@ -29,7 +29,8 @@ class ViTTTConfig(VisionConfig):
         does not use do not exist.
       direction: "descent", or "ascent" on the inner loss of the gated branch.
       query: read the gated branch with the "query" or with the "key".
-      mode: "auto", "recurrent" or "parallel", as in `ttt_jax.ttt`.
+      mode: "auto", "recurrent" or "parallel", as in `ttt_jax.ttt`, or "kernel": the gated branch as
+        one operation of `ttt_kernels.glu_step`, for variant 0.
 
     >>> preset("b", image_size=225).validate()
     Traceback (most recent call last):
@@ -49,7 +50,7 @@ class ViTTTConfig(VisionConfig):
           ValueError: naming the field, its value, the rule that it breaks and the way out.
         """
         VisionConfig.validate(self)
-        check_choice(self, "mode", MODES)
+        check_mode(self)
         self.inner_loop()
 
     def inner_loop(self) -> InnerLoop:
@@ -63,6 +64,21 @@ class ViTTTConfig(VisionConfig):
         """
         spec = vittt_glu(self.variant)
         return dataclasses.replace(spec, direction=self.direction, query=self.query)
+
+
+def check_mode(config) -> None:
+    """Raises ValueError unless `mode` is one of `MODES` that runs the configuration's inner loop.
+
+    Args:
+      config: a configuration with mode and variant, and perhaps direction.
+    """
+    check_choice(config, "mode", MODES)
+    direction = getattr(config, "direction", "descent")
+    if config.mode == "kernel" and (config.variant != 0 or direction != "descent"):
+        raise ValueError(
+            f"mode='kernel' with variant={config.variant} and {direction=}: the kernel is for "
+            "variant 0, which descends; use mode='auto'"
+        )
 
 
 PRESETS = {

@@ -1,0 +1,104 @@
+"""The public operation `glu_step` and the choice of its implementation."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from ttt_kernels import compat
+from ttt_kernels.glu_step import mosaic_gpu, xla
+
+NAMES = ("w1", "w2")
+Implementation = Literal["xla", "mosaic_gpu"]
+_logger = logging.getLogger("ttt_kernels")
+
+
+def glu_step(
+    weights: Mapping[str, jax.Array],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    scale: float,
+    clip: bool = True,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """One step of a gated network on all tokens of a row, then read at all queries.
+
+    With f(x) = (x W1) * silu(x W2) and the loss L = -scale mean_i <f(k_i), v_i>::
+
+        G = dL/dW;  W' = W - G / (|G| + 1), the norm over the input axis (or W - G);  o = f'(q)
+
+    Args:
+      weights: `w1` and `w2`, [heads, dim, dim] floats, the initial weights of every row.
+      q: [batch, tokens, heads, dim] floats; tokens >= 1.
+      k: like q.
+      v: like q.
+      scale: of the loss, no unit.
+      clip: whether the gradient is divided by its norm plus one.
+      implementation: "xla" (any device), "mosaic_gpu" (one kernel each way for Hopper GPUs), or
+        None, which picks the fastest that runs here and logs the choice once. A named
+        implementation never falls back.
+
+    Returns:
+      Like q; differentiable in every array.
+
+    Raises:
+      ValueError: an argument of the wrong shape, dtype or value.
+      NotImplementedError: the named implementation cannot run these arguments here.
+
+    Source: ViTTT (Han et al. 2025, arXiv 2512.01643), section 4.
+
+    >>> w = jnp.ones((1, 2, 2))
+    >>> x = jnp.ones((1, 3, 1, 2))
+    >>> out = glu_step({"w1": w, "w2": w}, x, x, 0 * x, scale=1.0)
+    >>> out.shape, round(float(out[0, 0, 0, 0]), 3)  # 2 silu(2)
+    ((1, 3, 1, 2), 3.523)
+    """
+    if q.ndim != 4 or 0 in q.shape or not q.shape == k.shape == v.shape:
+        raise ValueError(
+            f"q, k and v have the shapes {q.shape}, {k.shape} and {v.shape}; they must be equal, "
+            "[batch, tokens, heads, dim], and no axis empty"
+        )
+    if not q.dtype == k.dtype == v.dtype or not jnp.issubdtype(q.dtype, jnp.floating):
+        raise ValueError(
+            f"q, k and v have the dtypes {q.dtype}, {k.dtype} and {v.dtype}; they must be one "
+            "floating dtype"
+        )
+    heads, dim = q.shape[2:]
+    for name in NAMES:
+        found = weights[name].shape if name in weights else None
+        if found != (heads, dim, dim):
+            raise ValueError(
+                f"weights[{name!r}] has shape {found}; it must be {(heads, dim, dim)} = [heads, "
+                "dim, dim] to match q"
+            )
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    w1, w2 = (weights[name].astype(wide) for name in NAMES)
+    module = _choose(implementation, q)
+    return module.glu_step(w1, w2, q, k, v, scale / q.shape[1], clip)
+
+
+def _choose(implementation, q: jax.Array):
+    """The module that runs the call; logs what was chosen for the caller."""
+    if implementation not in (None, "xla", "mosaic_gpu"):
+        raise ValueError(f"{implementation=} is unknown; use 'xla', 'mosaic_gpu' or None")
+    problem = mosaic_gpu.unsupported(q) or compat.hopper_problem()
+    if implementation == "mosaic_gpu" and problem:
+        raise NotImplementedError(
+            f"implementation='mosaic_gpu' cannot run here: {problem}; implementation='xla' can"
+        )
+    if implementation is None:
+        implementation = "xla" if problem else "mosaic_gpu"
+        _log_choice(implementation, problem or "the arguments and the device suit it")
+    return {"xla": xla, "mosaic_gpu": mosaic_gpu}[implementation]
+
+
+@functools.cache
+def _log_choice(implementation: str, reason: str) -> None:
+    _logger.info("glu_step runs by implementation=%r: %s", implementation, reason)

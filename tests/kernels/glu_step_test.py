@@ -1,0 +1,149 @@
+"""glu_step: the definition row by row in NumPy, gradients against XLA's, the kernels on a CPU."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.tolerances import assert_close, tolerance
+from ttt_jax.inner_loop.api import ttt
+from ttt_jax.inner_loop.presets import vittt_glu
+from ttt_kernels import compat
+from ttt_kernels.glu_step import glu_step, mosaic_gpu
+
+BF16_RMS = 0.01
+
+
+def make(batch, tokens, heads, dim, dtype=jnp.float32):
+    random = np.random.default_rng(0)
+    weights = {n: jnp.asarray(random.normal(size=(heads, dim, dim)) / dim**0.5, jnp.float32)
+               for n in ("w1", "w2")}  # fmt: skip
+    tokens = {n: jnp.asarray(random.normal(size=(batch, tokens, heads, dim)), dtype) for n in "qkv"}
+    return weights | tokens
+
+
+def naive(x, scale, clip):
+    """The step of each row and head by itself, in float64; the gradient as a sum over tokens."""
+    x = {name: np.asarray(value, np.float64) for name, value in x.items()}
+    out = np.zeros_like(x["q"])
+    batch, tokens, heads, _ = out.shape
+    for b in range(batch):
+        for h in range(heads):
+            w1, w2 = x["w1"][h], x["w2"][h]
+            g1, g2 = np.zeros_like(w1), np.zeros_like(w2)
+            for t in range(tokens):
+                k, error = x["k"][b, t, h], -scale / tokens * x["v"][b, t, h]
+                value, gate = k @ w1, k @ w2
+                sigmoid = 1 / (1 + np.exp(-gate))
+                g1 += np.outer(k, error * gate * sigmoid)
+                g2 += np.outer(k, error * value * sigmoid * (1 + gate * (1 - sigmoid)))
+            if clip:
+                g1, g2 = (g / (np.linalg.norm(g, axis=0) + 1) for g in (g1, g2))
+            value, gate = x["q"][b, :, h] @ (w1 - g1), x["q"][b, :, h] @ (w2 - g2)
+            out[b, :, h] = value * gate / (1 + np.exp(-gate))
+    return out
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def results(x, function):
+    """Outputs and gradients by name, for a random cotangent."""
+    error = jnp.asarray(np.random.default_rng(1).normal(size=x["q"].shape), jnp.float32)
+
+    def loss(x):
+        out = function(**x)
+        return jnp.sum(out * error), out
+
+    gradients, out = jax.grad(loss, has_aux=True)(x)
+    return {"out": out} | {f"d_{name}": g for name, g in gradients.items()}
+
+
+def xla(clip, scale=20.0):
+    def function(w1, w2, q, k, v):
+        return glu_step({"w1": w1, "w2": w2}, q, k, v, scale=scale, clip=clip, implementation="xla")
+
+    return function
+
+
+@pytest.mark.parametrize("clip", [True, False])
+def test_values_are_the_definition_and_gradients_the_inner_loop_s(clip):
+    x = make(2, 10, 3, 8)
+    got = results(x, xla(clip))
+    assert_close(got["out"], naive(x, 20.0, clip), tolerance(np.float32, 10))
+    spec = vittt_glu()
+    spec = dataclasses.replace(spec, clip=clip, loss=dataclasses.replace(spec.loss, scale=20.0))
+    expected = results(x, lambda w1, w2, q, k, v: ttt(spec, {"w1": w1, "w2": w2}, q, k, v)[0])
+    for name, value in expected.items():
+        assert_close(got[name], value, tolerance(np.float32, 10), name)
+
+
+@pytest.mark.skipif(compat.JAX_VERSION < (0, 11),
+                    reason="the Mosaic GPU interpreter needs jax >= 0.11; lowering is tested")
+@pytest.mark.parametrize(
+    ("tokens", "clip"), [(70, True), pytest.param(130, False, marks=pytest.mark.exhaustive)]
+)
+def test_the_kernels_in_the_interpreter(tokens, clip):
+    """With race detection; a last tile of few tokens, and a number that is no multiple of 8."""
+    x = make(1, tokens, 1, 64, jnp.bfloat16)
+
+    def kernel(w1, w2, q, k, v):
+        return mosaic_gpu.glu_step(w1, w2, q, k, v, 20.0 / tokens, clip, interpret=True)
+
+    try:
+        got = results(x, kernel)
+    except Exception:
+        compat.reset_gpu_interpreter()
+        raise
+    expected = results({n: y.astype(jnp.float32) for n, y in x.items()}, xla(clip))
+    for name, value in expected.items():
+        value, error = np.asarray(value), np.asarray(got[name], np.float32) - np.asarray(value)
+        assert np.sqrt(np.mean(error**2) / np.mean(value**2)) < BF16_RMS, name
+
+
+def test_the_kernels_lower_and_keep_the_inputs_alone():
+    shapes = [jax.ShapeDtypeStruct((2, 64, 64), jnp.float32)] * 2
+    shapes += [jax.ShapeDtypeStruct((3, 196, 2, 64), jnp.bfloat16)] * 3
+
+    def loss(*arrays):
+        return jnp.sum(mosaic_gpu.glu_step(*arrays, 1.0, True), dtype=jnp.float32)
+
+    gradient = jax.jit(jax.grad(loss, argnums=tuple(range(5))))
+    text = gradient.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1  # the outputs are not needed
+    pullback = jax.eval_shape(lambda *a: jax.vjp(loss, *a)[1], *shapes)
+    kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pullback))
+    assert kept <= 3 * (3 * 200 * 2 * 64) * 2 + 2 * (2 * 64 * 64) * 4 + 64
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(q=jnp.ones((1, 3, 2, 8))), "they must be equal"),
+        (dict(v=jnp.ones((1, 4, 2, 8), jnp.bfloat16)), "they must be one floating dtype"),
+        (dict(weights={"w1": jnp.ones((2, 8, 8))}), "weights\\['w2'\\] has shape None"),
+        (dict(implementation="cuda"), "implementation='cuda' is unknown"),
+    ],
+)
+def test_bad_arguments_are_named(change, message):
+    x = make(1, 4, 2, 8)
+    arguments = dict(weights={n: x[n] for n in ("w1", "w2")}, q=x["q"], k=x["k"], v=x["v"])
+    with pytest.raises(ValueError, match=message):
+        glu_step(**arguments | dict(scale=1.0) | change)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "message"),
+    [
+        ((1, 4, 2, 64), jnp.float32, "float32"),
+        ((1, 4, 2, 32), jnp.bfloat16, "dim=32"),
+        ((1, 257, 1, 64), jnp.bfloat16, "257 tokens"),
+    ],
+)
+def test_the_kernel_names_what_it_cannot(shape, dtype, message):
+    assert message in mosaic_gpu.unsupported(jax.ShapeDtypeStruct(shape, dtype))
+    x = make(*shape, dtype)
+    weights = {n: x[n] for n in ("w1", "w2")}
+    with pytest.raises(NotImplementedError, match=message):
+        glu_step(weights, x["q"], x["k"], x["v"], scale=1.0, implementation="mosaic_gpu")
