@@ -1,6 +1,7 @@
 """LaCT-NVS: sizes, the reduction, two stages, independence of scenes and views, errors."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -105,6 +106,58 @@ def test_two_stages_are_one_pass(variant):
     assert_close(swapped[::-1], out, tol)
     changed = run(params, images.at[:, 0].add(0.2), cameras, targets)[0]
     assert np.abs(changed - out).max() > 1e-4, "the input views do not reach the target views"
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _both_paths(graphdef, params, scene):
+    """The one-pass rendering, the two-stage one, and the states between the stages."""
+    images, cameras, targets = scene
+    model = nnx.merge(graphdef, params)
+    states = model.reconstruct(images, cameras)
+    staged = model.render(states, targets, *images.shape[2:4])
+    return model(images, cameras, targets), staged, states
+
+
+def test_direction_turns_the_update_and_query_reads_with_the_key():
+    """In both paths; the first layer's update is known, and so is a model that reads with keys."""
+    plain = dataclasses.replace(_SMALL, variant=6)
+    graphdef, params = nnx.split(build(plain, nnx.Rngs(0)), nnx.Param)
+    options = {"ascent": dict(direction="ascent"), "key": dict(query="key")}
+    graphs = {
+        name: nnx.split(build(dataclasses.replace(plain, **change), nnx.Rngs(0)), nnx.Param)[0]
+        for name, change in options.items()
+    }
+    results = {"plain": _both_paths(graphdef, params, _scene())}
+    results |= {name: _both_paths(graph, params, _scene()) for name, graph in graphs.items()}
+    tol = tolerance("float32", 64)
+    for one_pass, staged, _ in results.values():
+        assert_close(staged, one_pass, tol)
+    initial = params["layers"]["ttt"]["weights"]["w"][...][0]
+    moved = {name: states.weights["w"][0] - initial for name, (*_, states) in results.items()}
+    assert float(jnp.abs(moved["plain"]).max()) > 0.1
+    assert_close(moved["ascent"], -moved["plain"], tol)
+    assert_close(moved["key"], moved["plain"], tol)
+    assert float(jnp.abs(results["ascent"][0] - results["plain"][0]).max()) > 1e-3
+
+    kernel = params["layers"]["ttt"]["qkv"]["kernel"]  # [layers, in, (q, k, v), out]
+    kernel[...] = kernel[...].at[:, :, 0].set(kernel[...][:, :, 1])
+    copied = _both_paths(graphdef, params, _scene())
+    assert_close(results["key"][0], copied[0], tol)
+    assert float(jnp.abs(results["key"][0] - results["plain"][0]).max()) > 1e-3
+
+
+def test_every_mode_renders_the_same():
+    """Variant 3 has all that a mode could get wrong: rates, and Newton-Schulz of the update."""
+    tol, wanted = tolerance("float32", 64), None
+    for mode in ("auto", "recurrent", "parallel"):
+        config = dataclasses.replace(_SMALL, variant=3, mode=mode)
+        graphdef, params = nnx.split(build(config, nnx.Rngs(0)), nnx.Param)
+        one_pass, staged, _ = _both_paths(graphdef, params, _scene())
+        wanted = one_pass if wanted is None else wanted
+        assert_close(one_pass, wanted, tol, mode)
+        assert_close(staged, wanted, tol, mode)
+    with pytest.raises(ValueError, match="mode='fast' must be one of"):
+        dataclasses.replace(_SMALL, mode="fast").validate()
 
 
 @pytest.mark.exhaustive

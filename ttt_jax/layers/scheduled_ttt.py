@@ -1,16 +1,19 @@
 """A TTT layer whose updates and applications follow an explicit list: LaCT-NVS's layer."""
 
 import dataclasses
+import functools
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
-from ttt_jax.inner_loop.api import ttt
 from ttt_jax.inner_loop.spec import InnerLoop, Span
 from ttt_jax.inner_loop.updates import State
+from ttt_jax.layers.activations import silu
 from ttt_jax.layers.fast_weights import FastWeights
 from ttt_jax.layers.linear import Linear, by_rows, inverse_softplus
 from ttt_jax.layers.rms_norm import RMSNorm, at_least_float32, l2_normalize
+from ttt_jax.layers.sharded import sharded_spans
 
 _NORM_EPSILON = 1e-5
 _GAIN = 2**0.5  # of the initial fast weights, as for a rectified layer
@@ -45,6 +48,7 @@ class ScheduledTTT(nnx.Module):
         out_stddev: float,
         dtype: str,
         rngs: nnx.Rngs,
+        mode: str = "auto",
     ):
         """Makes the parameters that the inner loop needs.
 
@@ -58,8 +62,10 @@ class ScheduledTTT(nnx.Module):
           out_stddev: that of the output projection.
           dtype: compute dtype.
           rngs: random streams; "params" is used.
+          mode: as in `ttt_jax.ttt`.
         """
         head_dim = hidden_size // heads
+        self.mode = mode
         self.spec, self.heads, self.base_rate, self.dtype = spec, heads, base_rate, dtype
         self.weights = FastWeights(
             spec.fast_net,
@@ -100,13 +106,27 @@ class ScheduledTTT(nnx.Module):
         """
         spec = dataclasses.replace(self.spec, order=tuple(spans))
         with jax.named_scope("ttt"):
-            qkv = jax.nn.silu(by_rows(self.qkv, x)).reshape(*x.shape[:2], 3, self.heads, -1)
-            q, k = (l2_normalize(qkv[:, :, i], _NORM_EPSILON) for i in range(2))
-            gates = {}
-            if self.rate is not None:
-                rate = jax.nn.softplus(by_rows(self.rate, x) + inverse_softplus(self.base_rate))
-                gates["lr"] = rate.mT  # the official order is matrix, then head
-            out, state = ttt(
-                spec, self.weights(), q, k, qkv[:, :, 2], initial_state=initial_state, **gates
-            )
+            parts = self.qkv.split(x.reshape(-1, x.shape[-1]))
+            heads = [y.reshape(*x.shape[:2], self.heads, -1) for y in parts]
+            q, k, v = *map(_unit, heads[:2]), silu(heads[2])
+            gates = {} if self.rate is None else {"lr": self._rates(x)}
+            options = dict(initial_state=initial_state, mode=self.mode)
+            out, state = sharded_spans(spec, self.weights(), q, k, v, **options, **gates)
             return by_rows(self.out, self.norm(out).reshape(x.shape)), state
+
+    def _rates(self, x):
+        """softplus(x W + b), [batch, time, heads, matrices]; the official order is matrix, head.
+
+        A sum over the channels, not a product of matrices: so few outputs suit no GPU's product,
+        and the backward pass would keep a float32 copy of x.
+        """
+        wide = self.rate.bias.dtype
+        kernel = jnp.moveaxis(self.rate.kernel[...], 0, -1)  # [matrices, heads, hidden]
+        sums = jnp.sum(x[..., None, None, :].astype(wide) * kernel, axis=-1)
+        return jax.nn.softplus(sums + self.rate.bias[...] + inverse_softplus(self.base_rate)).mT
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def _unit(x):
+    """l2(silu(x)); the backward pass keeps x alone."""
+    return l2_normalize(silu(x), _NORM_EPSILON)

@@ -63,6 +63,7 @@ class ViewBlock(nnx.Module):
             config.inner_loop([Span(0, 1, True, True)]),
             hidden_multiple=config.fast_hidden_multiple,
             base_rate=config.base_rate,
+            mode=config.mode,
             **options,
         )
         self.mlp = GeluMLP(size, int(size * config.mlp_multiple), **options)

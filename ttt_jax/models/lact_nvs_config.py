@@ -3,10 +3,13 @@
 import dataclasses
 from collections.abc import Sequence
 
+from ttt_jax.inner_loop import kernel
 from ttt_jax.inner_loop.presets import lact_nvs as inner_loop_preset
 from ttt_jax.inner_loop.spec import InnerLoop, Span
 from ttt_jax.layers.attention import IMPLEMENTATIONS
 from ttt_jax.models.decoder_config import DTYPES, REMAT, check_choice, check_count, check_divides
+
+MODES = ("auto", "recurrent", "parallel", "kernel")
 
 
 @dataclasses.dataclass(kw_only=True, slots=True, unsafe_hash=True)
@@ -25,6 +28,8 @@ class LactNVSConfig:
         that a variant does not use do not exist.
       direction: "descent", or "ascent" on the inner loss.
       query: read the fast weights with the "query" or with the "key".
+      mode: "auto", "recurrent", "parallel" or "kernel", as in `ttt_jax.ttt`. The inputs make one
+        update, so that every variant has a parallel form; "kernel" runs what has kernels by them.
       base_rate: inner learning rate of a token before training.
       newton_schulz_steps: iterations of the orthogonalisation; 0 only divides by the norm.
       newton_schulz_dtype: dtype of its products; None for the compute dtype.
@@ -54,6 +59,7 @@ class LactNVSConfig:
     variant: int = 0
     direction: str = "descent"
     query: str = "query"
+    mode: str = "auto"
     base_rate: float = 0.01
     newton_schulz_steps: int = 5
     newton_schulz_dtype: str | None = None
@@ -89,7 +95,14 @@ class LactNVSConfig:
         check_choice(self, "dtype", DTYPES)
         check_choice(self, "remat", REMAT)
         check_choice(self, "attention_implementation", IMPLEMENTATIONS)
-        self.inner_loop([Span(0, 1, True, True)])
+        check_choice(self, "mode", MODES)
+        spec = self.inner_loop([Span(0, 1, True, True)])
+        found = kernel.obstacles(spec) if self.mode == "kernel" else []
+        if found:
+            raise ValueError(
+                f"mode='kernel' cannot run variant={self.variant}: {'; '.join(found)}; use "
+                "mode='auto'"
+            )
 
     def inner_loop(self, spans: Sequence[Span]) -> InnerLoop:
         """The inner loop of every layer, over the given spans.
