@@ -32,13 +32,7 @@ class _Plan:
     @property
     def pieces(self) -> int:
         """Tiles of 64 contracted columns."""
-        return self.tiling.key_dim // BLOCK
-
-    @property
-    def stored(self) -> int:
-        """Tiles of 64 columns of a block's result."""
-        return self.tiling.columns // BLOCK
-
+        return self.tiling.pieces
     def locate(self, cta):
         """(batch, head, chunk, first column, first block, number of blocks) of a thread block.
 
@@ -94,6 +88,7 @@ def outputs(
         scratch_types=[
             tile(plan.pieces, *piece),
             tile(rings, BLOCK, BLOCK),
+            tile(_PAIRS, BLOCK, BLOCK),
             plgpu.Barrier(num_arrivals=1, num_barriers=plan.pieces),
             plgpu.Barrier(num_arrivals=1, num_barriers=rings),
             plgpu.Barrier(num_arrivals=1, num_barriers=rings),
@@ -111,7 +106,7 @@ def _body(plan: _Plan, refs) -> None:
     """The kernel: warpgroups 0 and 1 compute, 2 loads for 0 and 3 for 1."""
     plgpu = compat.mosaic_gpu()
     tiling = plan.tiling
-    q_ref, states_ref, out_ref, slab, qs, loaded, full, free = refs
+    q_ref, states_ref, out_ref, slab, qs, staging, loaded, full, free = refs
     w = lax.axis_index("warpgroup")
     b, h, chunk, column, first, blocks = plan.locate(lax.axis_index("cta"))
     pair = lax.rem(w, _PAIRS)
@@ -152,18 +147,13 @@ def _body(plan: _Plan, refs) -> None:
         @pl.loop(0, count)
         def _(i):
             value = _product(plan, slab, qs, loaded, full, free, slot, i)
-            for piece in range(plan.stored):
-                buffer = qs.at[slot(i, plan.pieces - plan.stored + piece)]
-                buffer[...] = value[:, piece * BLOCK:(piece + 1) * BLOCK].astype(jnp.bfloat16)
-            plgpu.commit_smem()
-            for piece in range(plan.stored):
-                buffer = qs.at[slot(i, plan.pieces - plan.stored + piece)]
-                columns = pl.ds(column + piece * BLOCK, BLOCK)
+            buffer = staging.at[pair]
+            for start in range(0, tiling.columns, BLOCK):
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                buffer[...] = value[:, start:start + BLOCK].astype(jnp.bfloat16)
+                plgpu.commit_smem()
+                columns = pl.ds(column + start, BLOCK)
                 plgpu.copy_smem_to_gmem(buffer, out_ref.at[b, token(i), h, columns])
-
-        @pl.when(count > 0)
-        def _():
-            _release_stored(plan, free, slot, count - 1)
 
         plgpu.wait_smem_to_gmem(0)
 
@@ -179,10 +169,7 @@ def _load_slab(plan: _Plan, state_ref, column, slab, loaded) -> None:
 
 
 def _product(plan: _Plan, slab, qs, loaded, full, free, slot, i):
-    """Block `i` of a compute warpgroup times the slab, [64, columns] float32.
-
-    The slots of the last pieces are kept: the result is stored through them.
-    """
+    """Block `i` of a compute warpgroup times the slab, [64, columns] float32."""
     plgpu = compat.mosaic_gpu()
 
     def compute(acc):
@@ -197,22 +184,12 @@ def _product(plan: _Plan, slab, qs, loaded, full, free, slot, i):
 
             plgpu.barrier_wait(full.at[slot(i, piece)])
             plgpu.wgmma(acc, qs.at[slot(i, piece)], state)
-            if piece == 0:
-                @pl.when(i > 0)
-                def _():
-                    _release_stored(plan, free, slot, i - 1)
-
-            elif piece <= plan.pieces - plan.stored:
+            if piece:
                 plgpu.wgmma_wait(1)
                 plgpu.barrier_arrive(free.at[slot(i, piece - 1)])
-        return acc[...]
+        value = acc[...]
+        plgpu.barrier_arrive(free.at[slot(i, plan.pieces - 1)])
+        return value
 
     return pl.run_scoped(compute, plgpu.ACC((BLOCK, plan.tiling.columns), jnp.float32))
 
-
-def _release_stored(plan: _Plan, free, slot, i) -> None:
-    """Gives back the slots through which block `i` was stored, when they have been read."""
-    plgpu = compat.mosaic_gpu()
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    for piece in range(plan.pieces - plan.stored, plan.pieces):
-        plgpu.barrier_arrive(free.at[slot(i, piece)])
