@@ -126,7 +126,8 @@ def report(results: dict[str, Values], out: Report, root: pathlib.Path) -> None:
             ):
                 panel.scatter(*part.T, s=4, label=label, color=colour, marker=marker, alpha=0.6)
             panel.set(title=layer.replace("_", " "), xticks=[], yticks=[])
-        panels[0].legend(markerscale=3)
+        handles = panels[0].get_legend_handles_labels()
+        figure.legend(*handles, loc="outside lower center", ncols=2, markerscale=3)
         model = name.removeprefix("distribution-")
         out.figure(f"tsne_{model}", figure, f"t-SNE of queries and keys of {model}, each layer.")
     means = {
