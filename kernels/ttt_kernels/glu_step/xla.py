@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from ttt_kernels import compat
+
 
 def glu_step(w1, w2, q, k, v, scale: float, clip: bool) -> jax.Array:
     """Outputs of the step; see `ttt_kernels.glu_step`. `scale` is that of the sum over tokens."""
@@ -12,8 +14,7 @@ def glu_step(w1, w2, q, k, v, scale: float, clip: bool) -> jax.Array:
 
     def product(x, w):
         equation = "bthi,hio->btho" if w.ndim == 3 else "bthi,bhio->btho"
-        y = jnp.einsum(equation, x, w.astype(dtype), preferred_element_type=wide)
-        return y.astype(dtype).astype(wide)
+        return _einsum(equation, x, w.astype(dtype)).astype(dtype).astype(wide)
 
     values = v.astype(wide)
     a, z = product(k, w1), product(k, w2)
@@ -25,9 +26,17 @@ def glu_step(w1, w2, q, k, v, scale: float, clip: bool) -> jax.Array:
     return (product(q, w1) * jax.nn.silu(product(q, w2))).astype(dtype)
 
 
+def _einsum(equation: str, a, b):
+    """In float32 or wider; a CPU has no product of bfloat16 with such a result."""
+    wide = jnp.promote_types(a.dtype, jnp.float32)
+    if compat.target_platform() == "cpu":
+        a, b = a.astype(wide), b.astype(wide)
+    return jnp.einsum(equation, a, b, preferred_element_type=wide)
+
+
 def _move(weight, k, error, scale: float, clip: bool):
     """The weights after the step, [batch, heads, in, out]."""
-    gradient = jnp.einsum("bthi,btho->bhio", k, error, preferred_element_type=weight.dtype)
+    gradient = _einsum("bthi,btho->bhio", k, error)
     if clip:
         square = jnp.sum(gradient * gradient, axis=-2, keepdims=True)
         norm = jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1)), 0)
