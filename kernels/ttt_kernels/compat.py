@@ -109,6 +109,11 @@ def hopper_problem() -> str | None:
 
 def _unmapped_axes() -> str | None:
     """Says which axes of the ambient mesh XLA, not a `jax.shard_map`, would cut a kernel over."""
+    return mesh_problem()
+
+
+def mesh_problem() -> str | None:
+    """Why the ambient mesh stands in a kernel's way, or None; a `jax.shard_map` removes it."""
     mesh = jax.sharding.get_abstract_mesh()
     spread = {a: n for a, n in mesh.shape.items() if n > 1 and a not in mesh.manual_axes}
     if spread:

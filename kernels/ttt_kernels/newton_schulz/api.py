@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ttt_kernels import compat
-from ttt_kernels.newton_schulz import mosaic_tpu, xla
+from ttt_kernels.newton_schulz import mosaic_gpu, mosaic_tpu, xla
 
 # The triples of LaCT-LLM (Zhang et al., Test-Time Training Done Right, 2025), one an iteration.
 LACT_COEFFICIENTS = (
@@ -44,8 +44,9 @@ def newton_schulz(
       coefficients: one triple (a, b, c) an iteration; an empty sequence only normalises.
       eps: added to the Frobenius norm. Matrices whose norm is not well above it stay small.
       dtype: dtype of the products; ``None`` is ``x.dtype``. ``bfloat16`` is the official choice.
-      implementation: ``"xla"`` (any device), ``"mosaic_tpu"`` (one launch for all iterations, on
-        TPUs), or ``None`` for the best one here. A named one never falls back.
+      implementation: ``"xla"`` (any device), ``"mosaic_gpu"`` (Hopper GPUs; bfloat16 products, up
+        to 768 rows and columns), ``"mosaic_tpu"`` (one launch for all iterations, on TPUs), or
+        ``None`` for the best one here. A named one never falls back.
 
     Returns:
       ``[..., rows, columns]`` in ``x.dtype``.
@@ -66,14 +67,24 @@ def newton_schulz(
         raise ValueError(f"{x.shape=}: newton_schulz needs matrices, [..., rows, columns]")
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"{x.dtype=}: newton_schulz needs a floating dtype; cast x first")
-    if implementation not in (None, "xla", "mosaic_tpu"):
-        raise ValueError(f"{implementation=} is unknown; use 'xla', 'mosaic_tpu' or None")
+    if implementation not in (None, *_KERNELS, "xla"):
+        names = ", ".join(repr(name) for name in ("xla", *_KERNELS))
+        raise ValueError(f"{implementation=} is unknown; use {names} or None")
     coefficients, dtype = tuple(coefficients), jnp.dtype(dtype or x.dtype)
-    problem = mosaic_tpu.unsupported(x, len(coefficients), dtype) or compat.tpu_problem()
-    if implementation == "mosaic_tpu" and problem:
-        raise NotImplementedError(
-            f"implementation='mosaic_tpu' cannot run here: {problem}; implementation='xla' can"
-        )
-    if implementation == "xla" or problem:
-        return xla.newton_schulz(x, coefficients, eps, dtype)
-    return mosaic_tpu.newton_schulz(x, coefficients, eps, dtype)
+    for name, (module, device_problem) in _KERNELS.items():
+        if implementation not in (None, name):
+            continue
+        problem = module.unsupported(x, len(coefficients), dtype) or device_problem()
+        if not problem:
+            return module.newton_schulz(x, coefficients, eps, dtype)
+        if implementation == name:
+            raise NotImplementedError(
+                f"implementation={name!r} cannot run here: {problem}; implementation='xla' can"
+            )
+    return xla.newton_schulz(x, coefficients, eps, dtype)
+
+
+_KERNELS = {
+    "mosaic_gpu": (mosaic_gpu, lambda: compat.hopper_problem() or compat.mesh_problem()),
+    "mosaic_tpu": (mosaic_tpu, lambda: compat.tpu_problem()),
+}
