@@ -149,7 +149,7 @@ def test_direction_turns_the_update_and_query_reads_with_the_key():
 def test_every_mode_renders_the_same():
     """Variant 3 has all that a mode could get wrong: rates, and Newton-Schulz of the update."""
     tol, wanted = tolerance("float32", 64), None
-    for mode in ("auto", "recurrent", "parallel"):
+    for mode in ("recurrent", "parallel"):
         config = dataclasses.replace(_SMALL, variant=3, mode=mode)
         graphdef, params = nnx.split(build(config, nnx.Rngs(0)), nnx.Param)
         one_pass, staged, _ = _both_paths(graphdef, params, _scene())

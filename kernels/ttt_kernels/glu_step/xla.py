@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ttt_kernels import compat
 
@@ -31,7 +32,9 @@ def _einsum(equation: str, a, b):
     wide = jnp.promote_types(a.dtype, jnp.float32)
     if compat.target_platform() == "cpu":
         a, b = a.astype(wide), b.astype(wide)
-    return jnp.einsum(equation, a, b, preferred_element_type=wide)
+    # float32 inputs promise float32 results: no TF32 behind the caller's back.
+    exact = None if a.dtype.itemsize == 2 else lax.Precision.HIGHEST
+    return jnp.einsum(equation, a, b, precision=exact, preferred_element_type=wide)
 
 
 def _move(weight, k, error, scale: float, clip: bool):
