@@ -8,7 +8,7 @@ _KERNELS = {
     "chunk_products": ("mosaic_gpu",),
     "fast_weight": ("mosaic_gpu", "mosaic_tpu"),
     "fast_weight_hidden": ("mosaic_gpu",),
-    "newton_schulz": ("mosaic_tpu",),
+    "newton_schulz": ("mosaic_gpu", "mosaic_tpu"),
 }
 
 
