@@ -62,15 +62,14 @@ def linear_attention(
     if reason is not None:
         raise NotImplementedError(f"{reason}; implementation='xla' runs it")
     length, heads, key_dim, value_dim = *q.shape[1:], v.shape[-1]
+    real = None
     if segment_ids is not None:
-        q, k, v, log_decay = _documents_as_decay(q, k, v, log_decay, segment_ids)
+        log_decay, real = _documents_as_decay(q, log_decay, segment_ids)
     if log_decay is not None:
         log_decay = jnp.maximum(log_decay.astype(jnp.float32), WIPE)
-    if initial_state is None:
-        initial_state = jnp.zeros((q.shape[0], heads, key_dim, value_dim), jnp.float32)
-    q, k, v, log_decay, initial_state = _pad(
-        q, k, v, log_decay, initial_state.astype(jnp.float32)
-    )
+    q, k, v, log_decay, initial_state = _pad(q, k, v, log_decay, initial_state)
+    if real is not None:
+        real = jnp.pad(real, ((0, 0), (0, q.shape[1] - length)), constant_values=True)
     if portable is None:
         portable = interpret
     plan = tiling.choose(
@@ -78,21 +77,19 @@ def linear_attention(
         portable=portable, segments=segments_per_row, stages=stages,
     )
     params = compat.gpu_interpret_params() if interpret else None
-    out, final = mosaic_gpu_vjp.core(q, k, v, log_decay, initial_state, plan, params)
+    out, final = mosaic_gpu_vjp.core(q, k, v, log_decay, initial_state, real, plan, params)
     return out[:, :length, :heads, :value_dim], final[:, :heads, :key_dim, :value_dim]
 
 
-def _documents_as_decay(q, k, v, log_decay, segment_ids):
-    """Zeroes padding and lets the first token of each later document wipe the state."""
+def _documents_as_decay(q, log_decay, segment_ids) -> tuple[jax.Array, jax.Array]:
+    """Log decays in which each later document's first token wipes the state; and what is real."""
     real = segments.is_real(segment_ids)
-    # `where`, not a product: padded positions may hold NaN.
-    q, k, v = (jnp.where(real[:, :, None, None], x, 0) for x in (q, k, v))
     document = segments.document_index(segment_ids)
     wipe = jnp.diff(document, axis=1, prepend=0) > 0
     if log_decay is None:
         log_decay = jnp.zeros(q.shape[:3], jnp.float32)
     log_decay = jnp.where(real[:, :, None], log_decay, 0)
-    return q, k, v, jnp.where(wipe[:, :, None], WIPE, log_decay)
+    return jnp.where(wipe[:, :, None], WIPE, log_decay), real
 
 
 def _pad(q, k, v, log_decay, state):
@@ -108,6 +105,9 @@ def _pad(q, k, v, log_decay, state):
     q, k = (grow(x, 0, time, extra_heads, key_dim - x.shape[-1]) for x in (q, k))
     if log_decay is not None:
         log_decay = grow(log_decay, 0, time, extra_heads)
-    state = grow(state, 0, extra_heads, key_dim - state.shape[-2], value_dim - state.shape[-1])
+    if state is not None:
+        state = state.astype(jnp.float32)
+        widths = (0, extra_heads, key_dim - state.shape[-2], value_dim - state.shape[-1])
+        state = grow(state, *widths)
     v = grow(v, 0, time, extra_heads, value_dim - v.shape[-1])
     return q, k, v, log_decay, state

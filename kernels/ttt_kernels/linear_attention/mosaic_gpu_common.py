@@ -15,14 +15,21 @@ from ttt_kernels.linear_attention.tiling import BLOCK, COMPUTE_WARPGROUPS, Tilin
 
 MEMORY_REGISTERS = 40
 COMPUTE_REGISTERS = 232
+# With a third kind of warpgroup: 2 * 184 + 104 + 40 = 512 registers for four threads.
+STATE_REGISTERS = 184
+HELPER_REGISTERS = 104
 
 
-class Decay(NamedTuple):
-    """Sums of log decays as the kernels read them, all float32."""
+class Weights(NamedTuple):
+    """What the kernels read beside the tensors; None where a call has none."""
 
-    sums: jax.Array  # [batch, heads, blocks * 64], from the start of the token's block to it
-    to_edge: jax.Array  # [batch, heads, blocks], from the block's far side to its segment's edge
-    segment: jax.Array  # [batch, heads, segments], factor of a whole segment
+    sums: jax.Array | None  # [batch, heads, blocks * 64] f32, log decays from the block's start
+    real: jax.Array | None  # [batch, blocks * 64] f32, 0 for padding of packed rows
+    padded: jax.Array | None  # [batch, blocks] int32, whether a block holds padding
+
+    def arrays(self) -> tuple[jax.Array, ...]:
+        """Those that are there, in order."""
+        return tuple(x for x in self if x is not None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +41,20 @@ class Plan:
     length: int
     heads: int
     decay: bool
+    documents: bool
     reverse: bool
+
+    @classmethod
+    def of(cls, tiling: Tiling, q, weights: Weights, reverse: bool) -> Plan:
+        """The plan of a call with queries (or keys) like `q`."""
+        decay, documents = weights.sums is not None, weights.real is not None
+        return cls(tiling, *q.shape[:3], decay, documents, reverse)
+
+    def split(self, refs) -> tuple[Weights, tuple]:
+        """References of the weights that the call has, and the references behind them."""
+        sums, refs = (refs[0], refs[1:]) if self.decay else (None, refs)
+        (real, padded), refs = (refs[:2], refs[2:]) if self.documents else ((None, None), refs)
+        return Weights(sums, real, padded), refs
 
     def segment_blocks(self, segment):
         """First block and number of blocks of a segment; they differ by at most one block."""
@@ -53,13 +73,18 @@ class Plan:
             return 0
         return (slab * COMPUTE_WARPGROUPS + warpgroup) * self.tiling.columns
 
-    def grid(self, segments: int) -> dict:
+    @property
+    def parts(self) -> int:
+        """Pieces of a head's value columns, a warpgroup each."""
+        return self.tiling.slabs * (1 if self.tiling.heads_per_cta == 2 else COMPUTE_WARPGROUPS)
+
+    def grid(self, segments: int, warpgroups: int = COMPUTE_WARPGROUPS + 1) -> dict:
         """Grid, threads and names of a launch."""
         groups = self.heads // self.tiling.heads_per_cta
         return dict(
             grid=(self.tiling.slabs, groups, segments, self.batch),
             grid_names=("slab", "group", "segment", "batch"),
-            num_threads=COMPUTE_WARPGROUPS + 1,
+            num_threads=warpgroups,
             thread_name="warpgroup",
         )
 
@@ -72,8 +97,19 @@ def tile(tiling: Tiling, *shape: int):
     return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
 
 
-def load_blocks(plan: Plan, copies, full, free, first, count, order):
-    """The memory warpgroup's loop: `copies(slot, token, barrier)` for each block of the ring."""
+class Beside(NamedTuple):
+    """A tile that comes once a block outside the ring: single slot, loaded when it is free."""
+
+    tile: object  # [compute warpgroups, 64, columns]
+    full: object
+    free: object
+
+
+def load_blocks(plan: Plan, copies, full, free, first, count, order, beside=None, copy_beside=None):
+    """The memory warpgroup's loop: `copies(slot, token, barrier)` for each block of the ring.
+
+    With `beside`, also `copy_beside(token, barrier)` once its tile is free.
+    """
     plgpu = compat.mosaic_gpu()
     stages = full.shape[0]
     plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
@@ -81,17 +117,29 @@ def load_blocks(plan: Plan, copies, full, free, first, count, order):
     @pl.loop(0, count)
     def _(i):
         slot = lax.rem(i, jnp.int32(stages))
+        token = (first + order(i, count)) * BLOCK
 
         @pl.when(i >= stages)
         def _():
             plgpu.barrier_wait(free.at[slot])
 
-        copies(slot, (first + order(i, count)) * BLOCK, full.at[slot])
+        copies(slot, token, full.at[slot])
+        if beside is None:
+            return
+
+        @pl.when(i >= 1)
+        def _():
+            plgpu.barrier_wait(beside.free)
+
+        copy_beside(token, beside.full)
 
     # A producer must outlive its consumers' last arrivals.
     @pl.loop(lax.max(count - stages, jnp.int32(0)), count)
     def _(i):
         plgpu.barrier_wait(free.at[lax.rem(i, jnp.int32(stages))])
+
+    if beside is not None:
+        plgpu.barrier_wait(beside.free)
 
 
 def forwards(i, count):
@@ -111,26 +159,61 @@ def rows(x, columns: int):
 
 
 def load_vector(ref, axis: int):
-    """Reads 64 float32s of global memory, one a row (axis 1) or column (axis 0) of a tile."""
+    """Reads 64 float32s of memory, one a row (axis 1) or column (axis 0) of a tile."""
     plgpu = compat.mosaic_gpu()
     return compat.load(ref, layout=plgpu.Layout.WGMMA.reduce(axis), optimized=False)
 
 
 def weigh_values(values, weights, scaled):
-    """Writes `weights[:, None] * values` to shared memory for the tensor core."""
+    """Writes `weights[:, None] * values` to shared memory; `commit_smem` is the caller's."""
     plgpu = compat.mosaic_gpu()
     x = compat.load(values, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
     scaled[...] = (x * rows(weights, x.shape[1])).astype(jnp.bfloat16)
-    plgpu.commit_smem()
+
+
+def walk(plan: Plan, weights: Weights, batch, block_of, count, body, carry=()):
+    """A preparing warpgroup's loop: `carry = body(i, block, padded, carry)` for `count` steps.
+
+    `padded` says whether the block holds padding (None without documents); it is read one step
+    ahead, for it comes from global memory.
+    """
+    if not plan.documents:
+        return lax.fori_loop(0, count, lambda i, c: body(i, block_of(i), None, c), carry)
+
+    def step(i, state):
+        padded, carry = state
+        ahead = weights.padded[batch, block_of(lax.min(i + 1, count - 1))]
+        return ahead, body(i, block_of(i), padded, carry)
+
+    first = weights.padded[batch, block_of(jnp.int32(0))]
+    return lax.fori_loop(0, count, step, (first, carry))[1]
+
+
+def clean_tiles(weights: Weights, padded, batch, block, tiles) -> None:
+    """Zeroes the rows of a block's tiles that are padding, which may hold NaN."""
+    plgpu = compat.mosaic_gpu()
+
+    @pl.when(padded != 0)
+    def _():
+        real = load_vector(weights.real.at[batch, pl.ds(block * BLOCK, BLOCK)], 1)
+        for tile in tiles:
+            x = compat.load(tile, layout=plgpu.Layout.WGMMA, optimized=False)
+            x = jnp.where(rows(real, x.shape[1]) > 0, x.astype(jnp.float32), 0.0)
+            tile[...] = x.astype(jnp.bfloat16)
+        plgpu.commit_smem()
 
 
 def copy_values(plan: Plan, ref, slots, slot, batch, group, slab, token, barrier):
-    """Starts the copies of a block's value columns, one for each compute warpgroup."""
+    """Starts the copies of a block's value columns, one for each compute warpgroup.
+
+    `slot` is None for tiles without a stage axis.
+    """
     plgpu = compat.mosaic_gpu()
     for w in range(COMPUTE_WARPGROUPS):
         columns = pl.ds(plan.column(slab, w), plan.tiling.columns)
         source = ref.at[batch, pl.ds(token, BLOCK), plan.head(group, w), columns]
-        plgpu.copy_gmem_to_smem(source, slots.at[slot, w], barrier)
+        target = slots.at[w] if slot is None else slots.at[slot, w]
+        plgpu.copy_gmem_to_smem(source, target, barrier)
 
 
 def copy_keys(plan: Plan, ref, slots, slot, batch, group, token, barrier):
@@ -139,6 +222,35 @@ def copy_keys(plan: Plan, ref, slots, slot, batch, group, token, barrier):
     for g in range(plan.tiling.heads_per_cta):
         source = ref.at[batch, pl.ds(token, BLOCK), plan.head(group, g)]
         plgpu.copy_gmem_to_smem(source, slots.at[slot, g], barrier)
+
+
+def copy_sums(plan: Plan, ref, slots, slot, batch, group, token, barrier):
+    """Starts the copies of a block's sums of log decays, one for each head of the CTA."""
+    plgpu = compat.mosaic_gpu()
+    for g in range(plan.tiling.heads_per_cta):
+        source = ref.at[batch, plan.head(group, g), pl.ds(token, BLOCK)]
+        plgpu.copy_gmem_to_smem(source, slots.at[slot, g], barrier)
+
+
+def share_factors(sums, total, slot, reverse: bool):
+    """Writes the decays that the compute warpgroups apply; returns those of what is added.
+
+    Args:
+      sums: [64] sums of a block's log decays, one a row.
+      total: their last.
+      slot: [2, 64] of shared memory: the factor from the block's start to each token, and from
+        each token to the block's end.
+      reverse: whether what is added to the state decays towards the block's start.
+    """
+    inner, outer = jnp.exp(sums), jnp.exp(total - sums)
+    slot.at[0][...] = inner
+    slot.at[1][...] = outer
+    return inner if reverse else outer
+
+
+def read_factors(plan: Plan, slot) -> tuple:
+    """What `share_factors` wrote: the decay of what each token reads, and of the whole block."""
+    return load_vector(slot.at[1 if plan.reverse else 0], 1), slot[0, BLOCK - 1]
 
 
 def own(plan: Plan, warpgroup):

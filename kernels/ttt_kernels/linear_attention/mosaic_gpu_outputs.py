@@ -1,6 +1,9 @@
 """The second pass: outputs, block by block, from the state at every segment's edge.
 
-Runs backwards in time with `reverse`, which makes the gradients of keys and values.
+Four warpgroups: two hold the state and make outputs, each for its own value columns; one makes
+for both, a block ahead, the masked scores and the values weighted by their decay to the block's
+edge, and zeroes padding; one loads. So decays cost the first two a few multiplications. Runs
+backwards in time with `reverse`, which makes the gradients of keys and values.
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ from jax.experimental import pallas as pl
 
 from ttt_kernels import compat
 from ttt_kernels.linear_attention import mosaic_gpu_common as common
-from ttt_kernels.linear_attention.mosaic_gpu_common import Decay
-from ttt_kernels.linear_attention.tiling import BLOCK, COMPUTE_WARPGROUPS, Tiling
+from ttt_kernels.linear_attention.tiling import BLOCK, COMPUTE_WARPGROUPS, Tiling, blocks
+
+_SCORES = COMPUTE_WARPGROUPS  # index of the scores' warpgroup
+_MEMORY = COMPUTE_WARPGROUPS + 1
 
 
 def outputs(
@@ -24,12 +29,13 @@ def outputs(
     k: jax.Array,
     v: jax.Array,
     states: jax.Array,
-    decay: Decay | None,
+    weights: common.Weights,
     tiling: Tiling,
     *,
     reverse: bool,
     interpret,
-) -> tuple[jax.Array, jax.Array]:
+    beside: jax.Array | None = None,
+) -> tuple[jax.Array, ...]:
     """Outputs of token-causal linear attention from the state at each segment's edge.
 
     Args:
@@ -37,208 +43,270 @@ def outputs(
       v: [batch, time, heads, value_dim] bf16.
       states: [batch, heads, segments, key_dim, value_dim] float32, the state ahead of each
         segment (in reverse: behind it).
-      decay: decays, or None for 1.
+      weights: decays and padding.
       tiling: see `tiling.choose`.
       reverse: a token sees itself and later ones.
       interpret: None, or the interpreter's parameters.
+      beside: None, or an array like v whose products with the outputs are wanted too.
 
     Returns:
       (out, final): [batch, time, heads, value_dim] bf16, and the state that is left at the end of
-      the pass, [batch, heads, key_dim, value_dim] float32.
+      the pass, [batch, heads, key_dim, value_dim] float32; with `beside` a third array, `out .
+      beside` of each token, [parts, batch, heads, blocks * 64] float32 to be summed over parts.
     """
     plgpu = compat.mosaic_gpu()
     batch, length, heads, key_dim = q.shape
-    plan = common.Plan(tiling, batch, length, heads, decay is not None, reverse)
+    if beside is not None:
+        tiling = tiling.with_beside()
+    plan = common.Plan.of(tiling, q, weights, reverse)
     groups, columns, stages = tiling.heads_per_cta, tiling.columns, tiling.stages
 
     def linear_attention_outputs(*refs):
-        _body(plan, refs)
+        _body(plan, beside is not None, refs)
 
-    copies = 2 * groups + COMPUTE_WARPGROUPS
+    slots = (stages, COMPUTE_WARPGROUPS, BLOCK, columns)
+    vectors = plgpu.SMEM((stages, groups, BLOCK), jnp.float32)
+    decays = plan.decay
+    copies = 2 * groups + COMPUTE_WARPGROUPS + 2 * groups * decays
     scratch = [
         common.tile(tiling, stages, groups, BLOCK, key_dim),
         common.tile(tiling, stages, groups, BLOCK, key_dim),
-        common.tile(tiling, stages, COMPUTE_WARPGROUPS, BLOCK, columns),
+        common.tile(tiling, *slots),
+        *((vectors, vectors, plgpu.SMEM((stages, groups, 2, BLOCK), jnp.float32),
+           common.tile(tiling, *slots)) if decays else ()),
+        common.tile(tiling, stages, groups, BLOCK, BLOCK),
         plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=1, num_barriers=stages),
         plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=stages),
         common.tile(tiling, COMPUTE_WARPGROUPS, key_dim, columns),
         common.tile(tiling, COMPUTE_WARPGROUPS, BLOCK, columns),
     ]
-    if plan.decay:
-        scratch.append(common.tile(tiling, COMPUTE_WARPGROUPS, BLOCK, columns))
-    if tiling.portable:
-        scratch.append(common.tile(tiling, COMPUTE_WARPGROUPS, BLOCK, BLOCK))
-    final = (batch, heads, key_dim, v.shape[-1])
+    out_type = [jax.ShapeDtypeStruct(v.shape, v.dtype),
+                jax.ShapeDtypeStruct((batch, heads, key_dim, v.shape[-1]), jnp.float32)]
+    if beside is not None:
+        dots = (plan.parts, batch, heads, blocks(length) * BLOCK)
+        out_type.append(jax.ShapeDtypeStruct(dots, jnp.float32))
+        scratch += [common.tile(tiling, COMPUTE_WARPGROUPS, BLOCK, columns),
+                    plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS),
+                    plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS)]
     call = compat.gpu_kernel(
         linear_attention_outputs,
-        out_type=[jax.ShapeDtypeStruct(v.shape, v.dtype),
-                  jax.ShapeDtypeStruct(final, jnp.float32)],
+        out_type=out_type,
         scratch_types=scratch,
         interpret=interpret,
-        **plan.grid(tiling.segments),
+        **plan.grid(tiling.segments, _MEMORY + 1),
     )
-    return tuple(call(q, k, v, states, *(() if decay is None else (decay.sums,) * 2)))
+    extra = () if beside is None else (beside,)
+    return tuple(call(q, k, v, states, *weights.arrays(), *extra))
 
 
-def _body(plan: common.Plan, refs) -> None:
-    """The kernel: the memory warpgroup's loop, and the compute warpgroups'."""
+class _Tiles(NamedTuple):
+    """The ring's slots in shared memory, all with a leading stage axis, and its barriers."""
+
+    q: object
+    k: object
+    v: object
+    rows: object  # sums of log decays, to be read along rows of a tile
+    columns: object  # the same along columns: layout inference gives one layout to one reference
+    factors: object  # [stages, heads, 2, 64], see `common.share_factors`
+    weighted: object  # v with the decay to the block's edge
+    scores: object
+    full: object
+    ready: object  # scores and weighted values are there
+    free: object
+
+
+def _body(plan: common.Plan, dots: bool, refs) -> None:
+    """The kernel: one branch for each kind of warpgroup."""
     plgpu = compat.mosaic_gpu()
-    columns, stages = plan.tiling.columns, plan.tiling.stages
-    order = common.backwards if plan.reverse else common.forwards
-    last = 0 if plan.reverse else plan.tiling.segments - 1
     q_ref, k_ref, v_ref, state_ref = refs[:4]
-    # Layout inference gives one layout to one reference: the sums come twice.
-    rows_ref, columns_ref = refs[4:6] if plan.decay else (None, None)
-    out_ref, final_ref, qs, ks, vs, full, free, *tiles = refs[4 + 2 * plan.decay:]
+    weights, rest = plan.split(refs[4:])
+    beside_ref, rest = (rest[0], rest[1:]) if dots else (None, rest)
+    (out_ref, final_ref), rest = rest[:2], rest[2:]
+    dots_ref, rest = (rest[0], rest[1:]) if dots else (None, rest)
+    (q, k, v), rest = rest[:3], rest[3:]
+    decays, rest = (rest[:4], rest[4:]) if plan.decay else ((None, None, None, v), rest)
+    scores, full, ready, free, state_smem, out_smem, *rest = rest
+    ring = _Tiles(q, k, v, *decays, scores, full, ready, free)
+    beside = common.Beside(*rest) if dots else None
     slab, group = lax.axis_index("slab"), lax.axis_index("group")
     segment, b = lax.axis_index("segment"), lax.axis_index("batch")
     w = lax.axis_index("warpgroup")
     first, count = plan.segment_blocks(segment)
+    order = common.backwards if plan.reverse else common.forwards
 
-    @pl.when(w == COMPUTE_WARPGROUPS)
+    @pl.when(w == _MEMORY)
     def _():
         def copies(slot, token, barrier):
-            common.copy_keys(plan, q_ref, qs, slot, b, group, token, barrier)
-            common.copy_keys(plan, k_ref, ks, slot, b, group, token, barrier)
-            common.copy_values(plan, v_ref, vs, slot, b, group, slab, token, barrier)
+            common.copy_keys(plan, q_ref, ring.q, slot, b, group, token, barrier)
+            common.copy_keys(plan, k_ref, ring.k, slot, b, group, token, barrier)
+            common.copy_values(plan, v_ref, ring.v, slot, b, group, slab, token, barrier)
+            if plan.decay:
+                for vectors in (ring.rows, ring.columns):
+                    common.copy_sums(plan, weights.sums, vectors, slot, b, group, token, barrier)
 
-        common.load_blocks(plan, copies, full, free, first, count, order)
+        def copy_beside(token, barrier):
+            common.copy_values(plan, beside_ref, beside.tile, None, b, group, slab, token, barrier)
+
+        common.load_blocks(plan, copies, full, free, first, count, order, beside, copy_beside)
+
+    @pl.when(w == _SCORES)
+    def _():
+        plgpu.set_max_registers(common.HELPER_REGISTERS, action="decrease")
+        body = functools.partial(_make_scores, plan, ring, weights, b)
+        common.walk(plan, weights, b, lambda i: first + order(i, count), count, body)
 
     @pl.when(w < COMPUTE_WARPGROUPS)
     def _():
-        plgpu.set_max_registers(common.COMPUTE_REGISTERS, action="increase")
-        h, g = plan.head(group, w), common.own(plan, w)
-        own_columns = pl.ds(plan.column(slab, w), columns)
-        smem = [tile.at[w] for tile in tiles]
-        state_smem, out_smem = smem[:2]
+        plgpu.set_max_registers(common.STATE_REGISTERS, action="increase")
+        own_columns = pl.ds(plan.column(slab, w), plan.tiling.columns)
+        h = plan.head(group, w)
+        part = 0 if plan.tiling.heads_per_cta == 2 else slab * COMPUTE_WARPGROUPS + w
         state = compat.load(state_ref.at[b, h, segment, :, own_columns],
                             layout=plgpu.Layout.WGMMA, optimized=False)
-        state_smem[...] = state.astype(jnp.bfloat16)
-        plgpu.commit_smem()
+        tiles = (state_smem.at[w], out_smem.at[w])
+        _store(tiles[0], state)
 
         def step(i, state):
-            slot = lax.rem(i, jnp.int32(stages))
-            token = (first + order(i, count)) * BLOCK
-            here = None
-            if plan.decay:
-                here = _BlockSums(
-                    common.load_vector(rows_ref.at[b, h, pl.ds(token, BLOCK)], 1),
-                    common.load_vector(columns_ref.at[b, h, pl.ds(token, BLOCK)], 0),
-                    rows_ref[b, h, token + BLOCK - 1],
-                )
-            plgpu.barrier_wait(full.at[slot])
-            tile, state = _block(
-                plan, qs.at[slot, g], ks.at[slot, g], vs.at[slot, w], state, here, smem
-            )
-            plgpu.barrier_arrive(free.at[slot])
-            state_smem[...] = state.astype(jnp.bfloat16)
+            tokens = pl.ds((first + order(i, count)) * BLOCK, BLOCK)
+            out, state = _pass_block(plan, ring, i, w, state, tiles[0])
+            if dots:
+                dots_ref[part, b, h, tokens] = _dots(beside, w, out)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            out_smem[...] = tile.astype(jnp.bfloat16)
-            plgpu.commit_smem()
-            target = out_ref.at[b, pl.ds(token, BLOCK), h, own_columns]
-            plgpu.copy_smem_to_gmem(out_smem, target)
+            _store(tiles[1], out)
+            if dots:  # behind the commit, which orders the read before the next copy
+                plgpu.barrier_arrive(beside.free)
+            plgpu.copy_smem_to_gmem(tiles[1], out_ref.at[b, tokens, h, own_columns])
             return state
 
         state = lax.fori_loop(0, count, step, state)
 
-        @pl.when(segment == last)
+        @pl.when(segment == (0 if plan.reverse else plan.tiling.segments - 1))
         def _():
             final_ref[b, h, :, own_columns] = state
 
         plgpu.wait_smem_to_gmem(0)
 
 
-class _BlockSums(NamedTuple):
-    """One block's sums of log decays in registers."""
+def _dots(beside: common.Beside, w, out):
+    """Products of a block's outputs with the tile beside them, summed along rows."""
+    plgpu = compat.mosaic_gpu()
+    plgpu.barrier_wait(beside.full)
+    x = compat.load(beside.tile.at[w], layout=plgpu.Layout.WGMMA, optimized=False)
+    return jnp.sum(out * x.astype(jnp.float32), axis=1)
 
-    rows: jax.Array  # [64], one a row of an accumulator tile
-    columns: jax.Array  # [64], one a column
-    total: jax.Array  # []
+
+def _store(tile, value) -> None:
+    """Writes a bf16 tile for the tensor core or the copy engine."""
+    tile[...] = value.astype(jnp.bfloat16)
+    compat.mosaic_gpu().commit_smem()
 
 
-def _block(plan: common.Plan, q, k, v, state, sums: _BlockSums | None, smem):
-    """One warpgroup's outputs and next state for one block of 64 tokens.
+def _make_scores(plan: common.Plan, ring: _Tiles, weights, b, i, block, padded, carry):
+    """The scores' warpgroup at step `i`: masked scores a head, weighted values a column slab."""
+    plgpu = compat.mosaic_gpu()
+    slot = lax.rem(i, jnp.int32(plan.tiling.stages))
+    plgpu.barrier_wait(ring.full.at[slot])
+    groups = range(plan.tiling.heads_per_cta)
+    if plan.documents:
+        tiles = [x.at[slot, g] for x in (ring.q, ring.k) for g in groups]
+        tiles += [ring.v.at[slot, w] for w in range(COMPUTE_WARPGROUPS)]
+        common.clean_tiles(weights, padded, b, block, tiles)
+    for g in groups:
+        sums = None
+        if plan.decay:
+            sums = (common.load_vector(ring.rows.at[slot, g], 1),
+                    common.load_vector(ring.columns.at[slot, g], 0))
 
-    `o = q S + mask(q k^T) v` and `S' = S + k^T v`, each term with its decay. Products are in
-    flight while the scores are masked; groups finish in the order of issue.
+        def inside(acc, g=g):
+            plgpu.wgmma(acc, ring.q.at[slot, g], ring.k.at[slot, g].transpose((1, 0)))
+            return acc[...]
+
+        scores = pl.run_scoped(inside, plgpu.ACC((BLOCK, BLOCK), jnp.float32))
+        ring.scores.at[slot, g][...] = (
+            scores * decay_between(sums, plan.reverse)
+        ).astype(jnp.bfloat16)
+        if not plan.decay:
+            continue
+        total = ring.columns[slot, g, BLOCK - 1]
+        factors = common.share_factors(sums[0], total, ring.factors.at[slot, g], plan.reverse)
+        single = plan.tiling.heads_per_cta == 1
+        for w in range(COMPUTE_WARPGROUPS) if single else (g,):
+            common.weigh_values(ring.v.at[slot, w], factors, ring.weighted.at[slot, w])
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(ring.ready.at[slot])
+    return carry
+
+
+def _pass_block(plan: common.Plan, ring: _Tiles, i, w, state, state_smem):
+    """One warpgroup's outputs and next state for the block of step `i`.
+
+    `o = q S + P v` and `S' = S + k^T v`, each term with its decay.
     """
     plgpu = compat.mosaic_gpu()
-    tiling = plan.tiling
-    state_smem = smem[0]
+    slot = lax.rem(i, jnp.int32(plan.tiling.stages))
+    g = common.own(plan, w)
+    q, k, v = ring.q.at[slot, g], ring.k.at[slot, g].transpose((1, 0)), ring.v.at[slot, w]
+    portable = plan.tiling.portable
 
-    def masked_scores(scores_acc, wait_n):
-        scores = plgpu.wgmma_accumulator_load(scores_acc, wait_n=wait_n)
-        scores = _mask(scores, sums, plan.reverse).astype(jnp.bfloat16)
-        if not tiling.portable:
-            return scores
-        smem[-1][...] = scores
-        plgpu.commit_smem()
-        return smem[-1]
-
-    def plain(scores_acc, out_acc, state_acc):
-        plgpu.wgmma(scores_acc, q, k.transpose((1, 0)))
+    def products(out_acc, state_acc):
+        plgpu.barrier_wait(ring.full.at[slot])
+        if plan.documents:  # its padding is zeroed by the scores' warpgroup
+            plgpu.barrier_wait(ring.ready.at[slot])
         plgpu.wgmma(out_acc, q, state_smem)
-        plgpu.wgmma(state_acc, k.transpose((1, 0)), v)
-        plgpu.wgmma(out_acc, masked_scores(scores_acc, 2), v)
-        return out_acc[...], state + state_acc[...]
+        if not plan.documents:
+            plgpu.barrier_wait(ring.ready.at[slot])
+        added = state
+        if plan.decay:
+            read, total = common.read_factors(plan, ring.factors.at[slot, g])
+            added = added * total
+        if not portable:
+            state_acc[...] = added
+        plgpu.wgmma(state_acc, k, ring.weighted.at[slot, w])
+        if plan.decay:
+            out = plgpu.wgmma_accumulator_load(out_acc, wait_n=1)
+            out = out * common.rows(read, plan.tiling.columns)
+            if portable:
+                def inside(acc):
+                    plgpu.wgmma(acc, ring.scores.at[slot, g], v)
+                    return acc[...]
 
-    def decayed(scores_acc, out_acc, state_acc):
-        plgpu.wgmma(scores_acc, q, k.transpose((1, 0)))
-        plgpu.wgmma(out_acc, q, state_smem)
-        behind = sums.total - sums.rows
-        read, weight = (behind, sums.rows) if plan.reverse else (sums.rows, behind)
-        common.weigh_values(v, jnp.exp(weight), smem[2])
-        add = _start_from(state_acc, state * jnp.exp(sums.total), tiling.portable)
-        plgpu.wgmma(state_acc, k.transpose((1, 0)), smem[2])
-        scores = masked_scores(scores_acc, 2)
-        start = plgpu.wgmma_accumulator_load(out_acc, wait_n=1)
-        start = start * common.rows(jnp.exp(read), tiling.columns)
-        if tiling.portable:
-            inside = functools.partial(_scores_times_values, scores, v)
-            shape = (BLOCK, tiling.columns)
-            out = start + pl.run_scoped(inside, plgpu.ACC(shape, jnp.float32))
+                shape = (BLOCK, plan.tiling.columns)
+                out = out + pl.run_scoped(inside, plgpu.ACC(shape, jnp.float32))
+            else:
+                out_acc[...] = out
+                plgpu.wgmma(out_acc, ring.scores.at[slot, g], v)
+                out = out_acc[...]
         else:
-            out_acc[...] = start
-            plgpu.wgmma(out_acc, scores, v)
+            plgpu.wgmma(out_acc, ring.scores.at[slot, g], v)
             out = out_acc[...]
-        return out, add + state_acc[...]
+        new = state_acc[...]
+        return out, (added + new if portable else new)
 
-    return pl.run_scoped(
-        plain if sums is None else decayed,
-        plgpu.ACC((BLOCK, BLOCK), jnp.float32),
-        plgpu.ACC((BLOCK, tiling.columns), jnp.float32),
-        plgpu.ACC((plan.tiling.key_dim, tiling.columns), jnp.float32),
+    out, state = pl.run_scoped(
+        products,
+        plgpu.ACC((BLOCK, plan.tiling.columns), jnp.float32),
+        plgpu.ACC((plan.tiling.key_dim, plan.tiling.columns), jnp.float32),
     )
+    plgpu.barrier_arrive(ring.free.at[slot])
+    state_smem[...] = state.astype(jnp.bfloat16)  # committed together with the outputs
+    return out, state
 
 
-def _start_from(acc, value, portable: bool):
-    """Makes an accumulator start from `value`; returns what is to be added to its result.
+def decay_between(sums, reverse: bool):
+    """Factor of each pair (row, column) of a block: 0 where not seen, else the decay in between.
 
-    Added afterwards, the value and the accumulator both hold registers: with decays these spill,
-    which doubles the kernel's time.
+    `sums` are a block's sums of log decays along rows and along columns, or None for 1.
     """
-    if portable:
-        return value
-    acc[...] = value
-    return 0.0
-
-
-def _scores_times_values(scores, v, acc):
-    compat.mosaic_gpu().wgmma(acc, scores, v)
-    return acc[...]
-
-
-def _mask(scores, sums: _BlockSums | None, reverse: bool):
-    """Zeroes what a token may not see and applies the decay in between."""
     plgpu = compat.mosaic_gpu()
     shape = (BLOCK, BLOCK)
     row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
     column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
     seen = row <= column if reverse else row >= column
     if sums is None:
-        return jnp.where(seen, scores, 0.0)
-    rows = common.rows(sums.rows, BLOCK)
-    columns = lax.broadcast_in_dim(sums.columns, shape, (1,))
+        return jnp.where(seen, 1.0, 0.0)
+    rows = common.rows(sums[0], BLOCK)
+    columns = lax.broadcast_in_dim(sums[1], shape, (1,))
     fall = columns - rows if reverse else rows - columns
     # Masked before the exponential: on the other side the difference is positive without bound.
-    return scores * jnp.exp(jnp.where(seen, fall, -1e30))
+    return jnp.exp(jnp.where(seen, fall, -1e30))

@@ -6,6 +6,8 @@ the state and `S` the state (arXiv 2312.06635, appendix C, for the gated form):
     dq_i = sum_{j<=i} w_ij (do_i . v_j) k_j + do_i S_0^T ...      forwards:  (do, v, k), states S^T
     dv_j = sum_{i>=j} w_ij (k_j . q_i) do_i + k_j R_T ...         backwards: (k, q, do), states R
     dk_j = sum_{i>=j} w_ij (v_j . do_i) q_i + v_j R_T^T ...       backwards: (v, do, q), states R^T
+
+The last two in one pass for heads of 64 and of 128 (`mosaic_gpu_key_value`).
 """
 
 from __future__ import annotations
@@ -16,7 +18,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ttt_kernels.linear_attention import mosaic_gpu_decay, mosaic_gpu_outputs, mosaic_gpu_summaries
+from ttt_kernels.linear_attention import (
+    mosaic_gpu_decay,
+    mosaic_gpu_key_value,
+    mosaic_gpu_outputs,
+    mosaic_gpu_summaries,
+)
+from ttt_kernels.linear_attention.mosaic_gpu_common import Weights
 from ttt_kernels.linear_attention.tiling import BLOCK, Tiling, choose
 
 # Below exp(-16), float32's resolution, the gradient of a log decay counts as zero; see
@@ -24,73 +32,84 @@ from ttt_kernels.linear_attention.tiling import BLOCK, Tiling, choose
 _NEGLIGIBLE = -16.0
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def core(q, k, v, log_decay, initial_state, tiling: Tiling, interpret):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+def core(q, k, v, log_decay, initial_state, real, tiling: Tiling, interpret):
     """Outputs and final state. Widths, heads and time are padded already.
 
     Args:
       q, k, v: [batch, time, heads, dim] bf16.
       log_decay: [batch, time, heads] float32 from -200 to 0, or None.
-      initial_state: [batch, heads, key_dim, value_dim] float32.
+      initial_state: [batch, heads, key_dim, value_dim] float32, or None for zero.
+      real: [batch, time] bool, false for padding, which may hold NaN, or None.
       tiling: static choices of the launch.
       interpret: None, or the interpreter's parameters.
 
     Returns:
       (out [batch, time, heads, value_dim] bf16, final [batch, heads, key_dim, value_dim] f32).
     """
-    return _forward(q, k, v, log_decay, initial_state, tiling, interpret)[0]
+    return _forward(q, k, v, log_decay, initial_state, real, tiling, interpret)[0]
 
 
-def _decay(log_decay, tiling: Tiling, reverse: bool):
+def _weights(log_decay, real) -> Weights:
     if log_decay is None:
-        return None
-    return mosaic_gpu_decay.prepare(log_decay, tiling.segments, reverse)
+        return Weights(None, None, None)
+    return Weights(mosaic_gpu_decay.block_sums(log_decay), *mosaic_gpu_decay.padding(real))
 
 
-def _edge_states(k, v, decay, edge, tiling: Tiling, reverse: bool, interpret) -> jax.Array:
+def _edge_states(k, v, weights, edge, tiling: Tiling, reverse: bool, interpret) -> jax.Array:
     """State ahead of each segment (in reverse: behind it), [b, h, segments, key_dim, value_dim]."""
     if tiling.segments == 1:
+        if edge is None:
+            shape = (k.shape[0], k.shape[2], k.shape[3], v.shape[3])
+            edge = jnp.zeros(shape, jnp.float32)
         return edge[:, :, None]
     how = dict(reverse=reverse, interpret=interpret)
-    parts = mosaic_gpu_summaries.summaries(k, v, decay, tiling, **how)
-    factors = None if decay is None else decay.segment
+    parts, factors = mosaic_gpu_summaries.summaries(k, v, weights, tiling, **how)
     return mosaic_gpu_summaries.prefix(parts, edge, factors, **how)
 
 
-def _forward(q, k, v, log_decay, initial_state, tiling: Tiling, interpret):
-    decay = _decay(log_decay, tiling, reverse=False)
-    states = _edge_states(k, v, decay, initial_state, tiling, False, interpret)
-    out, final = mosaic_gpu_outputs.outputs(
-        q, k, v, states, decay, tiling, reverse=False, interpret=interpret
-    )
-    return (out, final), (q, k, v, log_decay, states, final)
+def _forward(q, k, v, log_decay, initial_state, real, tiling: Tiling, interpret):
+    weights = _weights(log_decay, real)
+    how = dict(reverse=False, interpret=interpret)
+    states = _edge_states(k, v, weights, initial_state, tiling, **how)
+    out, final = mosaic_gpu_outputs.outputs(q, k, v, states, weights, tiling, **how)
+    kept = (q, k, v, log_decay, weights, real, states, final, initial_state is not None)
+    return (out, final), kept
 
 
-def _swapped(q, v, tiling: Tiling, decay) -> Tiling:
+def _swapped(q, v, tiling: Tiling, decay: bool) -> Tiling:
     """The tiling with the widths of keys and values exchanged."""
     batch, length, heads, key_dim = q.shape
-    return choose(batch, length, heads, v.shape[-1], key_dim, decay=decay is not None,
+    return choose(batch, length, heads, v.shape[-1], key_dim, decay=decay,
                   portable=tiling.portable, segments=tiling.segments)
 
 
 def _backward(tiling: Tiling, interpret, residuals, cotangents):
-    q, k, v, log_decay, states, final = residuals
+    q, k, v, log_decay, weights, real, states, final, starts = residuals
     d_out, d_final = cotangents
     d_out = d_out.astype(q.dtype)
-    ahead = _decay(log_decay, tiling, reverse=False)
-    behind = _decay(log_decay, tiling, reverse=True)
-    other = _swapped(q, v, tiling, ahead)
+    other = _swapped(q, v, tiling, log_decay is not None)
     run = functools.partial(mosaic_gpu_outputs.outputs, interpret=interpret)
     transposed = functools.partial(jnp.swapaxes, axis1=-1, axis2=-2)
-    dq, _ = run(d_out, v, k, transposed(states), ahead, other, reverse=False)
-    d_states = _edge_states(q, d_out, behind, d_final, tiling, True, interpret)
-    dv, d_initial = run(k, q, d_out, d_states, behind, tiling, reverse=True)
-    dk, _ = run(v, d_out, q, transposed(d_states), behind, other, reverse=True)
+    # The gradient of the decays needs q . dq and v . dv of every token.
+    beside_q, beside_v = (None, None) if log_decay is None else (q, v)
+    dq, _, *q_dq = run(d_out, v, k, transposed(states), weights, other, reverse=False,
+                       beside=beside_q)
+    d_states = _edge_states(q, d_out, weights, d_final, tiling, True, interpret)
+    if mosaic_gpu_key_value.supported(tiling):
+        dk, dv, d_initial, *v_dv = mosaic_gpu_key_value.key_value_gradients(
+            q, k, v, d_out, d_states, weights, tiling, interpret=interpret
+        )
+    else:
+        dv, d_initial, *v_dv = run(k, q, d_out, d_states, weights, tiling, reverse=True,
+                                   beside=beside_v)
+        dk, _ = run(v, d_out, q, transposed(d_states), weights, other, reverse=True)
     d_log_decay = None
     if log_decay is not None:
         edges = _edge_gradients(states, d_states, final, d_final, d_initial)
-        d_log_decay = _log_decay_gradient(q, k, dq, dk, log_decay, edges, tiling)
-    return dq, dk, dv, d_log_decay, d_initial
+        change = jnp.sum(q_dq[0], axis=0) - jnp.sum(v_dv[0], axis=0)
+        d_log_decay = _log_decay_gradient(change, log_decay, real, edges, tiling)
+    return dq, dk, dv, d_log_decay, d_initial if starts else None, None
 
 
 core.defvjp(_forward, _backward)
@@ -108,20 +127,19 @@ def _edge_gradients(states, d_states, final, d_final, d_initial) -> jax.Array:
     return jnp.sum(edge_states * gradients, axis=(-1, -2))
 
 
-def _log_decay_gradient(q, k, dq, dk, log_decay, edges, tiling: Tiling) -> jax.Array:
+def _log_decay_gradient(change, log_decay, real, edges, tiling: Tiling) -> jax.Array:
     """Gradient of the log decays, [batch, time, heads].
 
-    `da_t = sum_{i>=t>j} w_ij (...)` obeys `da_t = da_{t+1} + q_t . dq_t - k_t . dk_t`, a running
-    sum from the right whose rounding errors add up. It is tied to exact values: at every
-    segment's edge, and to zero at every token whose own decay is below float32's resolution. What
-    the sum misses at the next tie to its left is spread evenly over the tokens in between.
+    `da_t = sum_{i>=t>j} w_ij (...)` obeys `da_t = da_{t+1} + q_t . dq_t - v_t . dv_t` (also with
+    `k_t . dk_t = v_t . dv_t`), a running sum from the right whose rounding errors add up. It is
+    tied to exact values: at every segment's edge, and to zero at every token whose own decay is
+    below float32's resolution. What the sum misses at the next tie to its left is spread evenly
+    over the tokens in between. `change` is that difference, [batch, heads, blocks * 64].
     """
-    length = q.shape[1]
-
-    def dot(x, y):
-        return jnp.sum(x.astype(jnp.float32) * y.astype(jnp.float32), axis=-1)
-
-    change = jnp.moveaxis(dot(q, dq) - dot(k, dk), 2, 1)  # [b, h, t]
+    length = log_decay.shape[1]
+    change = change[..., :length]
+    if real is not None:
+        change = jnp.where(real[:, None], change, 0)
     first = mosaic_gpu_decay.segment_edges(length, tiling.segments)[:-1] * BLOCK
     tied = jnp.zeros(change.shape, bool).at[..., first].set(True)
     value = jnp.zeros_like(change).at[..., first].set(edges[..., :-1])

@@ -1,8 +1,9 @@
 """How the Mosaic GPU kernels cut a call into thread blocks, and what fits in shared memory.
 
 One thread block (CTA) takes one segment of the sequence, one head (two where heads are 64 wide)
-and one slab of value columns. Two warpgroups compute, each for its own columns, and a third one
-loads. Blocks of 64 tokens pass through a ring of `stages` slots in shared memory.
+and one slab of value columns. Two warpgroups compute, each for its own columns, one prepares what
+they both need and one loads. Blocks of 64 tokens pass through a ring of `stages` slots in shared
+memory.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class Tiling:
       columns: value columns of one warpgroup, 32 or 64.
       stages: slots in the ring of loaded blocks.
       segments: pieces into which the sequence is cut.
-      portable: whether the kernel keeps to what JAX's interpreter can run: scores go to the second
-        product through shared memory, not registers, and accumulators start from zero.
+      portable: whether the kernel keeps to what JAX's interpreter can run: accumulators start from
+        zero, and what they would start from is added to their result.
     """
 
     key_dim: int
@@ -54,14 +55,26 @@ class Tiling:
             return 1
         return self.value_dim // (COMPUTE_WARPGROUPS * self.columns)
 
-    def shared_memory(self, decay: bool) -> int:
-        """Bytes of shared memory that the output kernel takes."""
-        queries = 2 * self.heads_per_cta * BLOCK * self.key_dim
+    def shared_memory(self, decay: bool, beside: bool = False) -> int:
+        """Bytes of shared memory that the output kernel takes; `beside`: with one more tile."""
         values = COMPUTE_WARPGROUPS * BLOCK * self.columns
-        scores = COMPUTE_WARPGROUPS * BLOCK * BLOCK if self.portable else 0
+        slot = 2 * self.heads_per_cta * BLOCK * self.key_dim + values
+        slot += self.heads_per_cta * BLOCK * BLOCK + (values if decay else 0)
+        sums = 16 * self.heads_per_cta * BLOCK if decay else 0
         state = COMPUTE_WARPGROUPS * self.key_dim * self.columns
-        total = 2 * (self.stages * (queries + values) + state + values + scores)
-        return total + (2 * values if decay else 0) + _RESERVED_BYTES
+        total = self.stages * (2 * slot + sums) + 2 * (state + values * (2 if beside else 1))
+        return total + _RESERVED_BYTES
+
+    def with_beside(self) -> Tiling:
+        """The tiling for a launch with decays and a tile beside: fewer stages where it must."""
+        stages = self.stages
+        while self.replace(stages=stages).shared_memory(True, True) > SHARED_MEMORY_BYTES:
+            stages -= 1
+        return self.replace(stages=stages)
+
+    def replace(self, **changes) -> Tiling:
+        """The tiling with some fields changed."""
+        return dataclasses.replace(self, **changes)
 
 
 def padded_dim(dim: int) -> int:

@@ -48,6 +48,11 @@ class _Blocks(NamedTuple):
     def accumulator(self):
         return accumulator_dtype(self.q.dtype)
 
+    @property
+    def state_dtype(self):
+        """What blocks' states are kept in: bfloat16 halves the bytes; float16 might overflow."""
+        return self.q.dtype if self.q.dtype == jnp.bfloat16 else self.accumulator
+
     def document_before(self) -> jax.Array:
         """Document of the state at each block's start and, last, at the row's end, [b, n + 1]."""
         return jnp.pad(self.document[:, :, -1], ((0, 0), (1, 0)))
@@ -66,15 +71,13 @@ def _checkpointed(q, k, v, log_decay, initial_state, segment_ids, causal, chunk_
     if causal == "chunk" and not plain_chunks:
         read = segments.read_index(length, chunk_size, include, segment_ids)
     x = _cut(q, k, v, log_decay, segment_ids, read, block)
-    states = _prefix(_summaries(x), x, initial_state)
+    states, final = _prefix(_summaries(x), x, initial_state, inclusive=plain_chunks and include)
     if plain_chunks:
-        n = x.q.shape[2]
-        seen = states[:, :, 1:] if include else states[:, :, :n]
-        out = _product("bhncd,bhnde->bhnce", x.q, seen.astype(q.dtype), x).astype(acc)
+        out = _product("bhncd,bhnde->bhnce", x.q, states.astype(q.dtype), x).astype(acc)
     else:
-        out = _outputs(x, states[:, :, :-1])
+        out = _outputs(x, states)
     out = jnp.moveaxis(out, 1, 3).reshape(batch, -1, heads, v.shape[-1])
-    return out[:, :length].astype(v.dtype), states[:, :, -1]
+    return out[:, :length].astype(v.dtype), final
 
 
 def linear_attention(
@@ -151,20 +154,24 @@ def _summaries(x: _Blocks) -> jax.Array:
         weight = last if weight is None else jnp.where(last, weight, 0)
     if weight is not None:
         k = k * weight[..., None].astype(k.dtype)
-    return _product("bhncd,bhnce->bhnde", k, x.v, x, x.accumulator)
+    return _product("bhncd,bhnce->bhnde", k, x.v, x, x.state_dtype)
 
 
-def _prefix(summaries: jax.Array, x: _Blocks, initial_state: jax.Array) -> jax.Array:
-    """State at each block's start and, last, at the row's end, [b, h, n + 1, key_dim, value_dim].
+def _prefix(
+    summaries: jax.Array, x: _Blocks, initial_state: jax.Array, inclusive: bool
+) -> tuple[jax.Array, jax.Array]:
+    """State at each block's start (inclusive: its end), as the summaries, and at the row's end.
 
-    A product with the lower-triangular matrix of the decays between blocks; XLA runs it several
+    ([b, h, n, key_dim, value_dim], [b, h, key_dim, value_dim] in the accumulator's dtype.) A
+    product with the lower-triangular matrix of the decays between blocks; XLA runs it several
     times faster than a running sum.
     """
     n = summaries.shape[2]
     totals = None if x.decay is None else x.decay[..., -1]
+    step = functools.partial(_prefix_group, precision=x.precision, inclusive=inclusive)
     if n <= MAX_GROUP:
         owners = None if x.document is None else x.document_before()
-        return _prefix_group(summaries, totals, owners, initial_state, x.precision)
+        return step(summaries, totals, owners, initial_state)
     group = -(-n // -(-n // MAX_GROUP))
     tail = -n % group
 
@@ -183,32 +190,40 @@ def _prefix(summaries: jax.Array, x: _Blocks, initial_state: jax.Array) -> jax.A
     if totals is not None:
         totals = totals.map(lambda y: grouped(y, 2))
 
-    def step(state, inputs):
-        states = _prefix_group(*inputs, state, x.precision)
-        return states[:, :, -1], states[:, :, :-1]
+    def scanned(state, inputs):
+        return step(*inputs, state)[::-1]
 
-    final, states = lax.scan(step, initial_state, (grouped(summaries, 2), totals, owners))
+    final, states = lax.scan(scanned, initial_state, (grouped(summaries, 2), totals, owners))
     states = jnp.moveaxis(states, 0, 2)
-    states = states.reshape(*states.shape[:2], -1, *states.shape[4:])[:, :, :n]
-    return jnp.concatenate([states, final[:, :, None]], axis=2)
+    return states.reshape(*states.shape[:2], -1, *states.shape[4:])[:, :, :n], final
 
 
-def _prefix_group(summaries, totals, owners, initial_state, precision) -> jax.Array:
+def _prefix_group(summaries, totals, owners, initial_state, *, precision, inclusive):
     """`_prefix` of one group. totals [b, h, n]; owners [b, n + 1], document at each edge."""
-    n = summaries.shape[2]
+    n, acc = summaries.shape[2], initial_state.dtype
     mask = jnp.tril(jnp.ones((n + 1, n + 1), bool))
     if owners is not None:
         mask = mask & (owners[:, None, :, None] == owners[:, None, None, :])
     if totals is None:
-        weights = mask.astype(summaries.dtype)
+        weights = mask.astype(acc)
     else:
         # Column 0 is the state ahead of the group, column j + 1 block j's summary.
         sums = decays.cumulative_sums(totals, axis=-1)
         sums = sums.map(lambda y: jnp.pad(y, ((0, 0), (0, 0), (1, 0))))
         weights = decays.masked_factor(sums[..., :, None], sums[..., None, :], mask)
-    terms = jnp.concatenate([initial_state[:, :, None], summaries], axis=2)
     weights = jnp.broadcast_to(weights, (*summaries.shape[:2], n + 1, n + 1))
-    return jnp.einsum("bhij,bhjde->bhide", weights, terms, precision=precision)
+    last = weights[:, :, -1, :, None, None]
+    final = last[:, :, 0] * initial_state
+    final = final + jnp.sum(last[:, :, 1:] * summaries.astype(acc), axis=2)
+    # What is left of the state ahead joins the first summary: no copy of them all to append it.
+    ahead = (weights[:, :, 1, 0, None, None] * initial_state).astype(summaries.dtype)
+    terms = summaries.at[:, :, 0].add(ahead)
+    rows = weights[:, :, 1:, 1:] if inclusive else weights[:, :, :-1, 1:]
+    states = jnp.einsum("bhij,bhjde->bhide", rows.astype(terms.dtype), terms,
+                        precision=precision, preferred_element_type=terms.dtype)
+    if not inclusive:
+        states = states.at[:, :, 0].set(initial_state.astype(states.dtype))
+    return states, final
 
 
 def _outputs(x: _Blocks, states: jax.Array) -> jax.Array:
