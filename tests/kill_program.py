@@ -3,7 +3,7 @@
     python -m tests.kill_program TEXT WORKDIR FIELDS MESH [LARGEST_FILE]
 
 FIELDS (of the training, and "rows" of a batch) and MESH are JSON. Each line of WORKDIR/batches.txt
-is a batch's number and hash. With LARGEST_FILE no file may grow past so many bytes from the third
+is a batch's number and hash. With LARGEST_FILE no file may grow past so many bytes from the fifth
 step of the process on.
 """
 
@@ -37,7 +37,7 @@ def main(text: str, workdir: str, fields: str, mesh: str, largest_file: str = ""
             with (pathlib.Path(workdir) / "batches.txt").open("a") as file:
                 file.write(f"{state['step']} {digest(batch)}\n")
             taken += 1
-            if largest_file and taken == 3:
+            if largest_file and taken == 5:
                 limits = resource.getrlimit(resource.RLIMIT_FSIZE)
                 resource.setrlimit(resource.RLIMIT_FSIZE, (int(largest_file), limits[1]))
         return batch

@@ -118,10 +118,11 @@ def test_killed_and_resumed_equals_uninterrupted(text, tmp_path):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
 def test_twenty_kills_ten_terminations_and_a_gutted_checkpoint(text, tmp_path):
     """A signal at a random moment of each process: starting, compiling, stepping, saving."""
-    fields = {"steps": 90, "save_every": 1}
-    config = tiny_config(text, **fields)
+    fields = {"steps": 200, "save_every": 1}
+    config = tiny_config(text, **fields | {"save_every": 100})
     killed, straight = tmp_path / "killed", tmp_path / "straight"
     assert train.main(config, straight) == 0
     generator = random.Random(0)
@@ -130,20 +131,24 @@ def test_twenty_kills_ten_terminations_and_a_gutted_checkpoint(text, tmp_path):
     codes = []
     for signum in signals:
         steps = generator.randint(0, 3)  # 0: while it starts
-        seconds = generator.uniform(0.0, 0.3) if steps else generator.uniform(2.0, 8.0)
+        seconds = generator.uniform(0.0, 0.2) if steps else generator.uniform(2.0, 8.0)
         process = start(text, killed, fields)
         code, _ = stop_once(process, signum, steps, seconds)
         codes.append(code)
         assert code in {signal.SIGKILL: (-9,), signal.SIGTERM: (143, -15)}[signum], codes
+        assert not (killed / "evaluation.json").exists()
     assert codes.count(143) >= 3  # saved before they ended
     gut_newest(killed)
-    assert train.main(config, killed) == 0
+    last = start(text, killed, fields | {"save_every": 100})
+    output = last.communicate()[0]
+    assert last.returncode == 0, output
     assert len(list((killed / "broken").iterdir())) == 1
     assert_equal_runs(killed, straight, config)
-    assert_batches(killed, config, 90)
+    assert_batches(killed, config, 200)
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
 def test_a_run_moves_from_eight_devices_to_four_two_one_and_another_mesh(text, tmp_path):
     fields = {"steps": 40, "save_every": 3}
     config = tiny_config(text, **fields)
@@ -174,7 +179,7 @@ def test_a_disk_that_fills_ends_the_run_with_a_message_and_a_code(text, tmp_path
     output = process.communicate()[0]
     assert process.returncode == 1, output
     assert re.search(r"CheckpointError: .*checkpoint", output)
-    assert checkpoint.Checkpoints(run).steps() == [2]
+    assert checkpoint.Checkpoints(run).steps() in ([2], [2, 4])  # 4 was under way
     assert train.main(tiny_config(text, **fields), run) == 0  # where there is room again
     small = tmp_path / "small"
     small.mkdir()

@@ -86,6 +86,8 @@ def make_setup(name: str) -> Setup:
         return Setup(model_config(int(name)), make_token_loss(8), make_batch())
     config = {"vittt": vittt, "lact_nvs": lact_nvs}[name].get_config("tiny")
     config.data.batch_size = _ROWS
+    if name == "lact_nvs":
+        config.model.num_fast_heads = 4  # divides by every mesh
     task = make_task(config)
     return Setup(config.model, task.loss, next(iter(task.batches("train"))))
 
@@ -142,7 +144,8 @@ class Run:
 def gathered_activations(text, params):
     """Floats that the partitioner gathers though they are no (parts of) parameters or gradients.
 
-    Gathers that the program itself asks for are states of the inner loop.
+    Gathers that the program itself asks for are states of the inner loop. ViTTT's local branch is
+    the last few channels of a joint projection, which lie on one device of those that cut it.
     """
     leaves = jax.tree.leaves(params) + jax.tree.leaves(jax.tree.map(lambda p: p[0], params))
 
@@ -152,7 +155,7 @@ def gathered_activations(text, params):
 
     found = []
     for each in hlo.collectives(text):
-        if each.kind != "all-gather" or each.source.endswith("all_gather"):
+        if each.kind != "all-gather" or each.source.endswith(("all_gather", "vision_ttt/pad")):
             continue
         for dtype, sizes in re.findall(r"(\w+)\[([\d,]*)\]", each.shape):
             shape = [int(n) for n in sizes.split(",") if n]
