@@ -116,7 +116,9 @@ class BatchIterator(grain.DatasetIterator):
           DataPositionError: the position is of another stream (other text, tokenizer, length,
             batch or seed), where it would mean other batches.
         """
-        theirs = {name: value for name, value in state.items() if name != "step"}
+        # Positions saved before "order" was kept are taken as they are.
+        theirs = {"order": _order_drawn()} | state
+        del theirs["step"]
         for name in sorted(theirs.keys() | self._identity.keys()):
             if theirs.get(name) != self._identity.get(name):
                 raise DataPositionError(
