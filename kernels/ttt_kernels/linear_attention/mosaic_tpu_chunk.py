@@ -36,8 +36,6 @@ from ttt_kernels.linear_attention.mosaic_tpu_common import (
 )
 from ttt_kernels.tpu import COLUMNS, ROWS, dot, inside, row_sums
 
-_SEMANTICS = ("parallel", "parallel", "arbitrary")
-
 
 @dataclasses.dataclass(frozen=True)
 class ChunkCall(Call):
@@ -53,7 +51,7 @@ class ChunkCall(Call):
 
     @property
     def steps(self) -> int:
-        """Length of the grid's last axis."""
+        """As of `Call`; late queries take steps of their own."""
         return self.blocks + self.late
 
     @property
@@ -101,20 +99,18 @@ def forward(
     else:
         shape = (1, tiling.heads_per_block, 1, *sizes)
         scratch.append(compat.mosaic_tpu().VMEM(shape, dtype))
-    tokens = call.batch * call.heads * call.blocks * tiling.block
-    made = compat.tpu_kernel(
+    made = call.launch(
         _forward_body(call),
-        name="linear_attention_chunk_forward",
-        semantics=_SEMANTICS,
-        vmem_bytes=tiling.vmem_bytes(backward=False),
+        "chunk_forward",
+        (x, initial),
+        [call.input_specs(x, call.query_block, call.key_block), call.state_spec()],
+        results,
+        specs,
+        products=2 * sizes[0] * sizes[1],
+        backward=False,
+        scratch=scratch,
         interpret=interpret,
-        out_shape=results,
-        grid=(call.batch, call.groups, call.steps),
-        in_specs=[call.input_specs(x, call.query_block, call.key_block), call.state_spec()],
-        out_specs=specs,
-        scratch_shapes=scratch,
-        cost_estimate=call.cost((x, initial), results, tokens * 2 * sizes[0] * sizes[1]),
-    )(x, initial)
+    )
     return tuple(made) if save_states else (*made, None)
 
 
@@ -189,26 +185,19 @@ def backward(
     )  # fmt: skip
     queries, keys = reverse(call.query_block), reverse(call.key_block)
     specs = call.input_specs(x, queries, keys)
-    tokens = call.batch * call.heads * call.blocks * tiling.block
-    operands = (x, states, d_out, d_final)
-    *made, terms, starts = compat.tpu_kernel(
+    d_out_spec = call.token_spec(tiling.value_dim, queries)
+    *made, terms, starts = call.launch(
         _backward_body(call),
-        name="linear_attention_chunk_backward",
-        semantics=_SEMANTICS,
-        vmem_bytes=tiling.vmem_bytes(backward=True),
+        "chunk_backward",
+        (x, states, d_out, d_final),
+        [specs, call.states_spec(reverse(call.chunk)), d_out_spec, call.state_spec()],
+        results,
+        (specs.q, specs.k, specs.v, call.state_spec(), terms_spec, starts_spec),
+        products=4 * sizes[0] * sizes[1],
+        backward=True,
+        scratch=[compat.mosaic_tpu().VMEM((tiling.heads_per_block, *sizes), jnp.float32)],
         interpret=interpret,
-        out_shape=results,
-        grid=(call.batch, call.groups, call.steps),
-        in_specs=[
-            specs, call.states_spec(reverse(call.chunk)),
-            call.token_spec(tiling.value_dim, queries), call.state_spec(),
-        ],
-        out_specs=(
-            specs.q, specs.k, specs.v, call.state_spec(), terms_spec, starts_spec,
-        ),
-        scratch_shapes=[compat.mosaic_tpu().VMEM((tiling.heads_per_block, *sizes), jnp.float32)],
-        cost_estimate=call.cost(operands, results, tokens * 4 * sizes[0] * sizes[1]),
-    )(*operands)  # fmt: skip
+    )
     return (*made, None if terms is None else _decay_gradient(terms, starts, call))
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from ttt_kernels import compat
 from ttt_kernels.linear_attention import decay as decays
 from ttt_kernels.linear_attention.mosaic_tpu_tiling import Tiling
 from ttt_kernels.tpu import COLUMNS, ROWS, clean, dot, row_sums
@@ -43,6 +44,11 @@ class Call:
     def blocks(self) -> int:
         """Blocks of a row, the last one possibly partial."""
         return pl.cdiv(self.length, self.tiling.block)
+
+    @property
+    def steps(self) -> int:
+        """Length of the grid's last axis."""
+        return self.blocks
 
     @property
     def groups(self) -> int:
@@ -90,15 +96,43 @@ class Call:
             valid, sums,
         )  # fmt: skip
 
-    def cost(self, operands, results, products: int) -> pl.CostEstimate:
-        """What XLA's cost analysis is to count: `products` multiplications and every byte once."""
+    def launch(
+        self, body, name: str, operands, in_specs, results, out_specs, *,
+        products: int, backward: bool, scratch=(), interpret=None,
+    ):  # fmt: skip
+        """Runs a kernel over the grid.
+
+        Args:
+          body: the kernel; its references are those of operands, results and scratch memory.
+          name: of the kernel, behind "linear_attention_".
+          operands: arrays, the `Inputs` first.
+          in_specs, out_specs: their blocks, and those of the results.
+          results: shapes and dtypes; None is no result.
+          products: multiplications of a token of one head, for XLA's cost analysis.
+          backward: which of the tiling's estimates of VMEM applies.
+          scratch: memory that stays from step to step.
+          interpret: None, or the interpreter's parameters.
+        """
+        tokens = self.batch * self.heads * self.blocks * self.tiling.block
+        decays = operands[0].sums is not None
         arrays = jax.tree.leaves((operands, results))
-        exponentials = self.batch * self.heads * self.blocks * self.tiling.block**2
-        return pl.CostEstimate(
-            flops=2 * products,
-            bytes_accessed=sum(x.size * x.dtype.itemsize for x in arrays),
-            transcendentals=exponentials if operands[0].sums is not None else 0,
-        )
+        return compat.tpu_kernel(
+            body,
+            name=f"linear_attention_{name}",
+            semantics=("parallel", "parallel", "arbitrary"),
+            vmem_bytes=self.tiling.vmem_bytes(backward),
+            interpret=interpret,
+            out_shape=results,
+            grid=(self.batch, self.groups, self.steps),
+            in_specs=in_specs,
+            out_specs=out_specs,
+            scratch_shapes=scratch,
+            cost_estimate=pl.CostEstimate(
+                flops=2 * tokens * products,
+                bytes_accessed=sum(x.size * x.dtype.itemsize for x in arrays),
+                transcendentals=tokens * self.tiling.block if decays else 0,
+            ),
+        )(*operands)
 
 
 def forwards(t):

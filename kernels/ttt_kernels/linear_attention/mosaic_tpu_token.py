@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ttt_kernels import compat
 from ttt_kernels.linear_attention.mosaic_tpu_common import (
     Call,
     Inputs,
@@ -32,8 +31,6 @@ from ttt_kernels.linear_attention.mosaic_tpu_common import (
     sum_from_right,
 )
 from ttt_kernels.tpu import COLUMNS, ROWS, dot
-
-_SEMANTICS = ("parallel", "parallel", "arbitrary")
 
 
 def forward(
@@ -62,24 +59,22 @@ def forward(
         jax.ShapeDtypeStruct(initial.shape, jnp.float32),
         states,
     )
-    tokens = call.batch * call.heads * call.blocks * tiling.block
-    products = tokens * (tiling.block * sum(sizes) + 2 * sizes[0] * sizes[1])
-    return compat.tpu_kernel(
+    specs = (
+        call.token_spec(tiling.value_dim, forwards),
+        call.state_spec(),
+        call.states_spec(forwards) if save_states else None,
+    )
+    return call.launch(
         _forward_body(call),
-        name="linear_attention_token_forward",
-        semantics=_SEMANTICS,
-        vmem_bytes=tiling.vmem_bytes(backward=False),
+        "token_forward",
+        (x, initial),
+        [call.input_specs(x, forwards), call.state_spec()],
+        results,
+        specs,
+        products=tiling.block * sum(sizes) + 2 * sizes[0] * sizes[1],
+        backward=False,
         interpret=interpret,
-        out_shape=results,
-        grid=(call.batch, call.groups, call.blocks),
-        in_specs=[call.input_specs(x, forwards), call.state_spec()],
-        out_specs=(
-            call.token_spec(tiling.value_dim, forwards),
-            call.state_spec(),
-            call.states_spec(forwards) if save_states else None,
-        ),
-        cost_estimate=call.cost((x, initial), results, products),
-    )(x, initial)
+    )
 
 
 def _forward_body(call: Call):
@@ -144,24 +139,19 @@ def backward(
         *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x.q, x.k, x.v, d_final)), d_decay,
     )  # fmt: skip
     specs = call.input_specs(x, order)
-    tokens = call.batch * call.heads * blocks * tiling.block
     sizes = (tiling.key_dim, tiling.value_dim)
-    products = tokens * (tiling.block * (3 * sizes[0] + 2 * sizes[1]) + 4 * sizes[0] * sizes[1])
-    return compat.tpu_kernel(
+    decay_spec = None if d_decay is None else call.vector_spec(1, order)
+    return call.launch(
         _backward_body(call),
-        name="linear_attention_token_backward",
-        semantics=_SEMANTICS,
-        vmem_bytes=tiling.vmem_bytes(backward=True),
+        "token_backward",
+        (x, states, d_out, d_final),
+        [specs, call.states_spec(order), specs.v, call.state_spec()],
+        results,
+        (specs.q, specs.k, specs.v, call.state_spec(), decay_spec),
+        products=tiling.block * (3 * sizes[0] + 2 * sizes[1]) + 4 * sizes[0] * sizes[1],
+        backward=True,
         interpret=interpret,
-        out_shape=results,
-        grid=(call.batch, call.groups, blocks),
-        in_specs=[specs, call.states_spec(order), specs.v, call.state_spec()],
-        out_specs=(
-            specs.q, specs.k, specs.v, call.state_spec(),
-            None if d_decay is None else call.vector_spec(1, order),
-        ),
-        cost_estimate=call.cost((x, states, d_out, d_final), results, products),
-    )(x, states, d_out, d_final)  # fmt: skip
+    )
 
 
 def _backward_body(call: Call):
