@@ -146,15 +146,15 @@ def compare_order(ours: dict[str, Sequence[float]], paper: dict[str, float], bet
         tau = (agreeing pairs − disagreeing pairs) / pairs          (Kendall)
 
     A pair counts as resolved where our means are further apart than the sum of their spreads; with
-    one seed there is no spread, and nothing is resolved.
+    one value of each there is no spread, and nothing is resolved.
 
     Args:
-      ours: model -> the metric for each seed.
+      ours: model -> the metric of each seed or run.
       paper: model -> the paper's value.
       better: "higher" or "lower".
 
     >>> compare_order({"V0": [3.0, 3.1], "V1": [1.0, 1.1]}, {"V0": 16.4, "V1": 15.9}, "lower")
-    "Of 1 pairs of models 1 are in the paper's order (tau +1.00); our seeds resolve 1 of them..."
+    "Of 1 pairs of models 1 are in the paper's order (tau +1.00); our seeds resolve 1, and..."
     """
     names = [name for name in ours if name in paper and ours[name]]
     agreeing = disagreeing = resolved = held = 0
@@ -171,9 +171,12 @@ def compare_order(ours: dict[str, Sequence[float]], paper: dict[str, float], bet
         return "Too few models to compare their order with the paper's."
     pick = max if better == "higher" else min
     best = pick(names, key=lambda name: mean_and_spread(ours[name])[0])
+    if all(len(ours[name]) == 1 for name in names):
+        seeds = "one value of each resolves none of them"
+    else:
+        seeds = f"our seeds resolve {resolved}, and in {held} of these the paper's order holds"
     return (
         f"Of {pairs} pairs of models {agreeing} are in the paper's order (tau "
-        f"{(agreeing - disagreeing) / pairs:+.2f}); our seeds resolve {resolved} of them, and in "
-        f"{held} of these the paper's order holds. "
+        f"{(agreeing - disagreeing) / pairs:+.2f}); {seeds}. "
         f"Best here: {best}; best in the paper: {pick(names, key=paper.__getitem__)}."
     )

@@ -54,7 +54,8 @@ def report(results: dict[str, Values], out: Report, root: pathlib.Path) -> None:
         out.text(f"Order of the {form} forms, forward: {compare_order(ours, theirs, 'higher')}")
     cases = list(dict.fromkeys(row["case"] for row in forward))
     figure, (axes,) = new_figure(1, width=7)
-    forms = list(dict.fromkeys(row["implementation"] for row in forward))
+    found = {row["implementation"] for row in forward}
+    forms = [form for form in ("recurrent", "parallel", "kernel") if form in found]
     for index, form in enumerate(forms):
         heights = [next((r["Mtok/s"] for r in forward if (r["case"], r["implementation"])
                          == (case, form)), 0.0) for case in cases]  # fmt: skip
