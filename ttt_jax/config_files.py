@@ -117,8 +117,8 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
         rest = flags.FLAGS(resolve_flags(argv))
     except flags.Error as error:
         missing = r"flag --(\w+)=None: Flag .* other than None\."
-        text = " ".join(re.sub(missing, r"--\1 is missing.", str(error)).split())
-        sys.exit(f"error: {text} --help lists the flags.")
+        text = " ".join(re.sub(missing, r"--\1 is missing,", str(error)).split())
+        sys.exit(f"error: {text.rstrip('.,')}; --help lists the flags")
     except (KeyError, ValueError, AttributeError) as error:
         sys.exit(f"error: {_with_fields(str(error.args[0]))}")
     if not flags.FLAGS["verbosity"].present:
