@@ -1,5 +1,7 @@
 """Attention against the definition, written as one masked product over all pairs."""
 
+import importlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.tolerances import assert_close, tolerance
 from ttt_jax.layers import attention as attention_module
+from ttt_jax.layers import attention_cudnn
 from ttt_jax.layers.attention import (
     causal_attention,
     document_indices,
@@ -176,3 +179,18 @@ def test_refusals_name_the_argument_and_the_way_out():
     if jax.default_backend() != "gpu":
         with pytest.raises(NotImplementedError, match="needs a GPU"):
             causal_attention(q, k, v, implementation="cudnn")
+
+
+def test_cudnn_has_a_gradient_at_odd_lengths(monkeypatch):
+    """A halo of window - 1 tokens makes them; cuDNN refuses them itself."""
+    fused = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
+    monkeypatch.setattr(fused, "check_cudnn_version", lambda: 91900)
+    x = jax.ShapeDtypeStruct((1, 95, 2, 64), jnp.bfloat16)
+
+    def total(q, k, v):
+        out = attention_cudnn.attention(q, k, v, 32, None)
+        assert out.shape == q.shape
+        return out.astype(jnp.float32).sum()
+
+    traced = jax.jit(jax.grad(total, (0, 1, 2))).trace(x, x, x)
+    assert "cudnn" in traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -57,10 +57,15 @@ def attention(q, k, v, window, documents):
       Like q.
     """
     if documents is None:
-        local = None if window is None or window >= q.shape[1] else (window - 1, 0)
-        return jax.nn.dot_product_attention(
+        length = q.shape[1]
+        local = None if window is None or window >= length else (window - 1, 0)
+        # cuDNN has no gradient for odd lengths; causality hides what is put behind.
+        tail = ((0, 0), (0, -length % 2), (0, 0), (0, 0))
+        q, k, v = (jnp.pad(x, tail) for x in (q, k, v))
+        out = jax.nn.dot_product_attention(
             q, k, v, is_causal=True, local_window_size=local, implementation="cudnn"
         )
+        return out[:, :length]
     return packed_attention(q, KeyValue(k, v, documents), window, "cudnn")
 
 
