@@ -274,6 +274,8 @@ def test_named_kernel_never_falls_back_and_auto_says_what_it_took(caplog):
         linear_attention(x, x, x)
         linear_attention(x, x, x)
     assert sum("'xla'" in r.getMessage() for r in caplog.records) == 1
+    assert api._choose({"mosaic_gpu": None}, None)[0] == "mosaic_gpu"
+    assert api._choose({"mosaic_gpu": "not sm90"}, None) == ("xla", "not sm90")
 
 
 INTERPRETED = [

@@ -112,7 +112,7 @@ def linear_attention(
         "mosaic_tpu": mosaic_tpu.unsupported(q, v) or compat.tpu_problem(),
     }
     if implementation is None:
-        implementation, reason = _choose(problems, causal, decays=log_decay is not None)
+        implementation, reason = _choose(problems, causal)
         _log_choice(implementation, reason)
     problem = problems.get(implementation)
     if problem:
@@ -127,14 +127,10 @@ def linear_attention(
         )
 
 
-def _choose(problems: dict[str, str | None], causal: str, decays: bool) -> tuple[str, str]:
+def _choose(problems: dict[str, str | None], causal: str) -> tuple[str, str]:
     """The fastest implementation that runs here, and why it was taken."""
     backend = "mosaic_tpu" if compat.target_platform() == "tpu" else "mosaic_gpu"
     reason = problems[backend]
-    if backend == "mosaic_gpu" and decays:
-        # Gradients of slow decays were off by 2e-2 when last measured on a chip; what
-        # was mended since ran in the interpreter alone: decays take the kernels by name only.
-        reason = reason or "log_decay is given"
     if backend == "mosaic_gpu" and causal == "chunk":
         reason = reason or "its chunk-causal kernels have not been timed on a chip"
     if reason:
