@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ttt_jax.inner_loop.api import ttt
+from ttt_jax.inner_loop.fast_nets import GLU
 from ttt_jax.inner_loop.presets import vittt_dwconv
 from ttt_jax.inner_loop.spec import InnerLoop
 from ttt_jax.layers.fast_weights import FastWeights
@@ -13,7 +14,7 @@ from ttt_jax.layers.linear import Linear
 from ttt_jax.layers.rotary_2d import rotate_2d
 from ttt_jax.layers.sharded import sharded_ttt
 from ttt_jax.sharding import on_each_device
-from ttt_kernels.glu_step import glu_step
+from ttt_kernels.glu_step import glu_step, kernel_problem
 
 
 class VisionTTT(nnx.Module):
@@ -51,7 +52,8 @@ class VisionTTT(nnx.Module):
           rotary: rotary positions of rows and columns on the gated branch's queries and keys.
           stddev: standard deviation of the initial weights, slow and fast.
           dtype: compute dtype; the fast weights are float32 whatever it is.
-          mode: of `ttt_jax.ttt`: "auto", "recurrent" or "parallel".
+          mode: of `ttt_jax.ttt`: "auto", "recurrent" or "parallel"; or "kernel": the gated branch
+            by `ttt_kernels.glu_step`, as "auto" has it where that is one kernel.
           rngs: random streams; "params" is used.
         """
         head_dim = hidden_size // heads
@@ -94,7 +96,7 @@ class VisionTTT(nnx.Module):
 
     def _gated(self, q, k, v):
         """The gated branch, [batch, tokens, heads, head size] in and out."""
-        if self.mode != "kernel":
+        if not self._takes_kernel(q):
             return sharded_ttt(self.spec, self.gated(), q, k, v, mode=self.mode)[0]
         if self.spec.query == "key":
             q = k
@@ -106,6 +108,13 @@ class VisionTTT(nnx.Module):
         weights, tokens = ("heads", None, None), ("batch", None, "heads", None)
         arrays = (*(self.gated()[name] for name in ("w1", "w2")), q, k, v)
         return on_each_device(step, arrays, [weights] * 2 + [tokens] * 3, tokens)
+
+    def _takes_kernel(self, q) -> bool:
+        """Whether the gated branch runs as `glu_step`: "auto" does where that is one kernel."""
+        if self.mode != "auto":
+            return self.mode == "kernel"
+        full_step = type(self.spec.fast_net) is GLU and self.spec.update == "all"
+        return full_step and self.spec.direction == "descent" and kernel_problem(q) is None
 
     def flops(self, height: int, width: int) -> float:
         """Matmul FLOPs of one image, forward.

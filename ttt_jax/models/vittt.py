@@ -29,8 +29,8 @@ class ViTTTConfig(VisionConfig):
         does not use do not exist.
       direction: "descent", or "ascent" on the inner loss of the gated branch.
       query: read the gated branch with the "query" or with the "key".
-      mode: "auto", "recurrent" or "parallel", as in `ttt_jax.ttt`, or "kernel": the gated branch as
-        one operation of `ttt_kernels.glu_step`, for variant 0.
+      mode: "auto", "recurrent" or "parallel", as in `ttt_jax.ttt`, or "kernel": the gated branch by
+        `ttt_kernels.glu_step`, for variant 0; "auto" does that where it is one kernel (Hopper).
 
     >>> preset("b", image_size=225).validate()
     Traceback (most recent call last):

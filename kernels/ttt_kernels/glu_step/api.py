@@ -84,11 +84,20 @@ def glu_step(
     return module.glu_step(w1, w2, q, k, v, scale / q.shape[1], clip)
 
 
+def kernel_problem(q: jax.Array) -> str | None:
+    """Why `implementation=None` takes XLA for these queries here, or None where a kernel runs.
+
+    >>> kernel_problem(jnp.ones((1, 4, 2, 64)))
+    'the inputs are float32; the Mosaic GPU kernel takes bfloat16'
+    """
+    return mosaic_gpu.unsupported(q) or compat.hopper_problem()
+
+
 def _choose(implementation, q: jax.Array):
     """The module that runs the call; logs what was chosen for the caller."""
     if implementation not in (None, "xla", "mosaic_gpu"):
         raise ValueError(f"{implementation=} is unknown; use 'xla', 'mosaic_gpu' or None")
-    problem = mosaic_gpu.unsupported(q) or compat.hopper_problem()
+    problem = kernel_problem(q)
     if implementation == "mosaic_gpu" and problem:
         raise NotImplementedError(
             f"implementation='mosaic_gpu' cannot run here: {problem}; implementation='xla' can"
