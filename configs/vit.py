@@ -26,4 +26,5 @@ def get_config(name: str = "tiny") -> Config:
         return recipes.digits(vit.preset("tiny", scan_layers=False))
     if name not in _EPOCHS:
         raise ValueError(f"{name=} must be one of {('tiny', *_EPOCHS)}")
-    return recipes.imagenet(vit.preset(name[0], dtype="bfloat16"), _EPOCHS[name])
+    model = vit.preset(name[0], dtype="bfloat16", scan_layers=False)  # as configs/vittt.py
+    return recipes.imagenet(model, _EPOCHS[name])
