@@ -1,4 +1,4 @@
-"""Newton-Schulz orthogonalisation on Hopper GPUs: one launch; with a gradient, three an iteration.
+"""Newton-Schulz orthogonalisation on Hopper GPUs: one launch forwards, one backwards.
 
 XLA runs elementwise passes between its batched products, which take as long as the products.
 Here every sum is in the epilogue of a product, in float32 before the one rounding::
@@ -22,7 +22,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ttt_kernels.newton_schulz.mosaic_gpu_product import product
 from ttt_kernels.newton_schulz.mosaic_gpu_ring import BLOCK, Layout, Step, launch
 
 LARGEST = 768
@@ -91,70 +90,76 @@ def newton_schulz(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _core(x, coefficients, eps, interpret):
     """All matrices of [n, rows, columns], multiples of 64, rows <= columns."""
-    return _iterate(x.astype(jnp.bfloat16), coefficients, eps, interpret).astype(x.dtype)
+    xs, *_ = _iterate(x.astype(jnp.bfloat16), coefficients, eps, False, interpret)
+    return xs[(len(coefficients) - 1) % 2].astype(x.dtype)
 
 
-def _iterate(x, coefficients, eps, interpret):
-    """All iterations in one launch, keeping nothing for a gradient; x is bfloat16."""
+def _forward(x, coefficients, eps, interpret):
+    y = x.astype(jnp.bfloat16)
+    kept = _iterate(y, coefficients, eps, True, interpret)
+    return kept[0][-1].astype(x.dtype), (y, kept, jnp.zeros((), x.dtype))
+
+
+def _iterate(x, coefficients, eps, keep: bool, interpret):
+    """X after each iteration, each A and each B, [iterations, n, ...]; without `keep` the last
+    two, one and one."""
     iterations, (count, rows, columns) = len(coefficients), x.shape
-    scale = 1 / (_norms(x) + eps)  # what the first X is still to be multiplied by
-    scale = jnp.stack([scale, *[jnp.ones_like(scale)] * (iterations - 1)])[:, :, None]
+    scale = _scales(_norms(x), eps, iterations)
     table = jnp.asarray([triple[::-1] for triple in coefficients], jnp.float32)
     weights = jnp.concatenate([scale**2, scale * table[:, None]], 2)  # of A; c, b and a of B
 
     def steps(k, n, inputs, outputs):
         x, weights = inputs
         xs, grams, polynomials = outputs
-        gram, polynomial = grams.at[n], polynomials.at[n]
-        source = ((k == 0, x.at[n]), (k > 0, xs.at[lax.rem(k + 1, jnp.int32(2)), n]))
+        slot = k if keep else 0
+        before = lax.max(k - 1, 0) if keep else lax.rem(k + 1, jnp.int32(2))
+        source = ((k == 0, x.at[n]), (k > 0, xs.at[before, n]))
+        gram, polynomial = grams.at[slot, n], polynomials.at[slot, n]
         return (
             Step(((source, source),), gram, columns, True, True, lambda: [weights[k, n, 0]]),
             Step(((gram, gram),), polynomial, rows, True, True,
                  lambda: [weights[k, n, i] for i in (1, 2, 3)], gram),
-            Step(((polynomial, source),), xs.at[lax.rem(k, jnp.int32(2)), n], rows),
+            Step(((polynomial, source),), xs.at[k if keep else lax.rem(k, jnp.int32(2)), n], rows),
         )
 
-    shapes = ((2, count, rows, columns), (count, rows, rows), (count, rows, rows))
-    xs, *_ = launch("newton_schulz_forward", steps, iterations, (x, weights),
-                    [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes], count,
-                    choose_layout(count, rows, columns), interpret)
-    return xs[(iterations - 1) % 2]
-
-
-def _forward(x, coefficients, eps, interpret):
-    multiply = functools.partial(product, interpret=interpret)
-    y = x.astype(jnp.bfloat16)
-    norm = _norms(y)
-    inverse = 1 / (norm + eps)
-    kept = []
-    for i, (a, b, c) in enumerate(coefficients):
-        scale = inverse if i == 0 else jnp.ones_like(inverse)  # the first y is not normalised
-        gram = multiply(((y, y),), _weights(scale**2, 1.0, 0.0, 0.0), transposed=True,
-                        symmetric=True)
-        polynomial = multiply(((gram, gram),), _weights(scale, c, b, a), gram, transposed=True,
-                              symmetric=True)
-        kept.append((y, gram, polynomial))
-        y = multiply(((polynomial, y),))
-    return y.astype(x.dtype), (norm, tuple(kept), jnp.zeros((), x.dtype))
+    kept = iterations if keep else 1
+    shapes = ((kept if keep else 2, count, rows, columns), *[(kept, count, rows, rows)] * 2)
+    return launch("newton_schulz_forward", steps, iterations, (x, weights),
+                  [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes], count,
+                  choose_layout(count, rows, columns), interpret)
 
 
 def _backward(coefficients, eps, interpret, residuals, g):
-    multiply = functools.partial(product, interpret=interpret)
-    norm, kept, like = residuals
-    inverse = 1 / (norm + eps)
-    g = g.astype(jnp.bfloat16)
-    for i, ((_, b, c), (x, gram, polynomial)) in reversed(
-        list(enumerate(zip(coefficients, kept, strict=True)))
-    ):
-        scale = inverse if i == 0 else jnp.ones_like(inverse)
-        both = multiply(((g, x), (x, g)), _weights(scale, 1.0, 0.0, 0.0), transposed=True,
-                        symmetric=True)
-        d_gram = multiply(((both, gram), (gram, both)), _weights(scale**2, c, b, 0.0), both,
-                          transposed=True, symmetric=True)
-        g = multiply(((polynomial, g), (d_gram, x)))
+    x, kept, like = residuals
+    iterations, (count, rows, columns) = len(coefficients), x.shape
+    norm = _norms(x)
+    scale = _scales(norm, eps, iterations)
+    table = jnp.asarray([(c, b, 0.0) for _, b, c in coefficients], jnp.float32)
+    weights = jnp.concatenate([scale, scale**2 * table[:, None]], 2)  # of S, and of T
+
+    def steps(k, n, inputs, outputs):
+        g, x, xs, grams, polynomials, weights = inputs
+        boths, d_grams, gs = outputs
+        i = iterations - 1 - k
+        x_k = ((i == 0, x.at[n]), (i > 0, xs.at[lax.max(i - 1, 0), n]))
+        g_k = ((k == 0, g.at[n]), (k > 0, gs.at[lax.rem(k + 1, jnp.int32(2)), n]))
+        gram, both, d_gram = grams.at[i, n], boths.at[n], d_grams.at[n]
+        return (
+            Step(((g_k, x_k), (x_k, g_k)), both, columns, True, True, lambda: [weights[i, n, 0]]),
+            Step(((both, gram), (gram, both)), d_gram, rows, True, True,
+                 lambda: [weights[i, n, j] for j in (1, 2, 3)], both),
+            Step(((polynomials.at[i, n], g_k), (d_gram, x_k)), gs.at[lax.rem(k, jnp.int32(2)), n],
+                 rows),
+        )
+
+    shapes = ((count, rows, rows), (count, rows, rows), (2, count, rows, columns))
+    *_, gs = launch("newton_schulz_backward", steps, iterations,
+                    (g.astype(jnp.bfloat16), x, *kept, weights),
+                    [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes], count,
+                    choose_layout(count, rows, columns), interpret)
     # Through the norm, whose own gradient counts as 0 at the zero matrix.
-    x, g = kept[0][0].astype(jnp.float32), g.astype(jnp.float32)
-    along = jnp.sum(g * x, axis=(1, 2)) * inverse / jnp.where(norm > 0, norm, 1)
+    x, g = x.astype(jnp.float32), gs[(iterations - 1) % 2].astype(jnp.float32)
+    along = jnp.sum(g * x, axis=(1, 2)) / ((norm + eps) * jnp.where(norm > 0, norm, 1))
     return ((g - along[:, None, None] * x).astype(like.dtype),)
 
 
@@ -167,6 +172,7 @@ def _norms(x: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.sum(wide * wide, axis=(1, 2)))
 
 
-def _weights(scale: jax.Array, *weights: float) -> jax.Array:
-    """Three weights of an epilogue times a factor a matrix, [n, 3] float32."""
-    return scale[:, None] * jnp.asarray(weights, jnp.float32)
+def _scales(norm: jax.Array, eps: float, iterations: int) -> jax.Array:
+    """What each iteration's X is still to be multiplied by, [iterations, n, 1]."""
+    ones = jnp.ones((iterations - 1, *norm.shape), jnp.float32)
+    return jnp.concatenate([1 / (norm + eps)[None], ones])[:, :, None]

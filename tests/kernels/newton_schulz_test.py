@@ -1,0 +1,155 @@
+"""Newton-Schulz by XLA and by the Hopper kernels: values, gradients, lowering, refusals."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.kernels.linear_attention_test import rms_error
+from tests.kernels.newton_schulz_tpu_test import both, reference
+from tests.tolerances import assert_close, tolerance
+from ttt_kernels import compat, newton_schulz
+from ttt_kernels.newton_schulz import LACT_COEFFICIENTS, mosaic_gpu, xla
+from ttt_kernels.newton_schulz.mosaic_gpu_ring import Layout
+
+EPS = 1e-7
+BF16 = jnp.dtype(jnp.bfloat16)
+interpreted = pytest.mark.skipif(
+    compat.JAX_VERSION < (0, 11),
+    reason="the Mosaic GPU interpreter needs jax >= 0.11; lowering is tested",
+)
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
+def draw(shape, seed=0):
+    """Matrices that are exact in bfloat16, and a cotangent."""
+    rng = np.random.default_rng(seed)
+    x = jnp.asarray(rng.standard_normal(shape), jnp.bfloat16).astype(jnp.float32)
+    return x, jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+
+def with_reset(function, *arguments):
+    try:
+        return jax.block_until_ready(function(*arguments))
+    except Exception:
+        compat.reset_gpu_interpreter()
+        raise
+
+
+@pytest.mark.parametrize("shape", [(2, 6, 9), slow((3, 1, 7, 5))], ids=str)
+def test_xla_equals_the_definition(shape):
+    x, cotangent = draw(shape)
+    xla_form = functools.partial(newton_schulz, coefficients=LACT_COEFFICIENTS,
+                                 implementation="xla")
+    transposed = x.shape[-2] > x.shape[-1]
+
+    def definition(x):
+        y = reference(x.mT if transposed else x, LACT_COEFFICIENTS)
+        return y.mT if transposed else y
+
+    for name, got, want in zip(("y", "dx"), jax.jit(functools.partial(both, xla_form))(
+            x, cotangent), both(definition, x, cotangent), strict=True):
+        assert_close(got, want, tolerance(jnp.float32, 5 * max(shape)), name)
+
+
+def test_xla_gradient_is_that_of_its_forward_pass():
+    x, cotangent = draw((2, 5, 8))
+    with jax.enable_x64(True):
+        x, cotangent = x.astype(jnp.float64) / 8, cotangent.astype(jnp.float64)
+        by_rule = both(lambda x: xla._iterate(x, LACT_COEFFICIENTS), x, cotangent)[1]
+        by_jax = both(lambda x: xla._forward(x, LACT_COEFFICIENTS)[0], x, cotangent)[1]
+        assert_close(by_rule, by_jax, tolerance(jnp.float64, 64), "dx")
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "shape, layout",
+    [((1, 64, 128), (64, 2, 3)),  # one tile of a symmetric step for two CTAs
+     slow((2, 128, 128), (64, 4, 3)), slow((1, 100, 130), None),
+     slow((2, 128, 256), (128, 2, 2)), slow((1, 192, 192), (192, 1, 4)),
+     slow((1, 192, 128), (64, 2, 8))],
+    ids=str,
+)
+def test_hopper_kernels_equal_the_definition(monkeypatch, shape, layout):
+    if layout is not None:
+        monkeypatch.setattr(mosaic_gpu, "choose_layout", lambda *_: Layout(*layout))
+    x, cotangent = draw(shape)
+    x = x.at[1:].set(0)  # the last matrix is zero
+    coefficients = LACT_COEFFICIENTS[:2]
+    kernel = functools.partial(mosaic_gpu.newton_schulz, coefficients=coefficients, eps=EPS,
+                               dtype=BF16, interpret=compat.gpu_interpret_params())
+
+    def results(x, cotangent):
+        return kernel(x), *both(kernel, x, cotangent)
+
+    alone, y, dx = with_reset(jax.jit(results), x, cotangent)
+    assert jnp.array_equal(alone, y)  # nothing kept, and everything kept
+    want = both(functools.partial(reference, coefficients=coefficients), x[:1], cotangent[:1])
+    plain = both(functools.partial(newton_schulz, coefficients=coefficients, dtype=BF16,
+                                   implementation="xla"), x[:1], cotangent[:1])
+    for name, got, expected, other in zip(("y", "dx"), (y, dx), want, plain, strict=True):
+        assert rms_error(got[:1], expected) < 1.1 * rms_error(other, expected), name
+    if shape[0] > 1:
+        slope = coefficients[0][0] * coefficients[1][0] / EPS
+        assert float(jnp.abs(y[1:]).max()) == 0
+        assert_close(dx[1:], slope * cotangent[1:], tolerance(BF16), "zero matrix")
+
+
+def lowered(function, *shapes, dtype=jnp.float32):
+    arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    "shape, layouts",
+    [((64, 384, 384), [None]), slow((12, 384, 384), [None, (192, 4, 4), (64, 8, 8)]),
+     slow((2, 3, 768, 768), [None]), slow((128, 320, 100), [None]), slow((1, 64, 64), [None])],
+    ids=str,
+)
+def test_every_layout_lowers(monkeypatch, shape, layouts):
+    def kernel(x):
+        return mosaic_gpu.newton_schulz(x, LACT_COEFFICIENTS, EPS, BF16)
+
+    for layout in layouts:
+        if layout is not None:
+            monkeypatch.setattr(mosaic_gpu, "choose_layout", lambda *_, at=layout: Layout(*at))
+        program = lowered(kernel, shape)
+        assert program.count("custom_call @mosaic_gpu") == 1
+        assert "newton_schulz_forward" in program
+        program = lowered(functools.partial(both, kernel), shape, shape)
+        assert program.count("custom_call @mosaic_gpu") == 2
+        assert "newton_schulz_forward" in program and "newton_schulz_backward" in program
+
+
+def test_layouts_are_legal():
+    for matrices in (1, 12, 14, 15, 28, 64, 66, 67, 500):
+        for rows in range(64, 769, 64):
+            layout = mosaic_gpu.choose_layout(matrices, rows, 768)
+            assert rows % layout.tile == 0 and 768 % layout.tile == 0
+            assert layout.cluster * min(matrices, 66) <= 132
+            assert 1 <= layout.cluster <= (rows // layout.tile) * (768 // layout.tile)
+
+
+def test_choice_and_refusals(monkeypatch):
+    x = jnp.ones((1, 64, 64))
+    with pytest.raises(NotImplementedError, match="default device is a CPU.*'xla' can"):
+        newton_schulz(x, dtype=BF16, implementation="mosaic_gpu")
+    monkeypatch.setattr(compat, "hopper_problem", lambda: None)
+    for argument, dtype, words in (
+        (x, jnp.float32, "dtype=float32"), (x.astype(jnp.float16), BF16, "x.dtype=float16"),
+        (jnp.ones((1, 64, 832)), BF16, "768"), (jnp.ones((0, 64, 64)), BF16, "nothing to do"),
+    ):
+        with pytest.raises(NotImplementedError, match=f"{words}.*'xla' can"):
+            newton_schulz(argument, dtype=dtype, implementation="mosaic_gpu")
+    orthogonalise = functools.partial(newton_schulz, dtype=BF16)
+    assert "newton_schulz_forward" in lowered(orthogonalise, (1, 64, 64))
+    assert "mosaic_gpu" not in lowered(functools.partial(newton_schulz, dtype=jnp.float32),
+                                       (1, 64, 64))
+    mesh = jax.sharding.AbstractMesh((2,), ("data",))
+    monkeypatch.setattr(jax.sharding, "get_abstract_mesh", lambda: mesh)
+    assert "mosaic_gpu" not in lowered(lambda x: orthogonalise(x), (1, 64, 64))
