@@ -121,10 +121,9 @@ def test_tpu_kernels_in_the_layer(variant, packed, monkeypatch):
 
 
 @pytest.mark.skipif(compat.JAX_VERSION < (0, 11), reason="the GPU interpreter needs jax >= 0.11")
-@pytest.mark.parametrize(
-    "variant, packed",
-    [(2, False), *(pytest.param(n, p, marks=MORE) for n in range(7) for p in (False, True))],
-)
+@MORE  # minutes: every kernel of a layer and its gradient
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("variant", range(7))
 def test_gpu_kernels_in_the_layer(variant, packed, monkeypatch):
     _check_in_the_interpreter(
         monkeypatch, "mosaic_gpu", variant, packed, jnp.bfloat16, lambda f, *x: f(*x),
