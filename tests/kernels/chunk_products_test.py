@@ -203,11 +203,11 @@ def test_gradients_are_the_two_kernels_and_nothing_else():
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     rows = jax.sharding.PartitionSpec("data")
     mapped = jax.shard_map(gradients, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)
-    for function in (gradients, mapped):
-        lowered = lower(function, tokens, tokens, tokens, states)
-        # One of each forwards; dq, dk, dv and the states' gradient backwards.
-        assert lowered.count("custom_call @mosaic_gpu") == 6
-        assert "stablehlo.transpose" not in lowered and "all_reduce" not in lowered
+    lowered = lower(mapped, tokens, tokens, tokens, states)
+    # One of each forwards; dq, dk, dv and the states' gradient backwards.
+    assert lowered.count("custom_call @mosaic_gpu") == 6
+    for unwanted in ("stablehlo.transpose", "all_reduce", "all_gather"):
+        assert unwanted not in lowered
 
 
 def test_bad_arguments_are_named_and_a_named_kernel_never_falls_back():
@@ -232,3 +232,14 @@ def test_bad_arguments_are_named_and_a_named_kernel_never_falls_back():
     if compat.hopper_problem() is not None:
         with pytest.raises(NotImplementedError, match="CPU"):
             chunk_outputs(x.astype(jnp.bfloat16), states, 2, implementation="mosaic_gpu")
+
+
+def test_none_takes_the_kernels_where_they_have_been_timed(monkeypatch):
+    monkeypatch.setattr(compat, "hopper_problem", lambda: None)
+    wide, narrow = (jax.ShapeDtypeStruct((1, 4096, 2, d), jnp.bfloat16) for d in (384, 64))
+    for x, chunk_size, kernels in [
+        (wide, 2048, 1), (wide, 4096, 1), (wide, 1000, 0), (wide, 64, 0), (narrow, 2048, 0)
+    ]:
+        run = jax.jit(functools.partial(chunk_summaries, chunk_size=chunk_size))
+        lowered = run.trace(x, x).lower(lowering_platforms=("cuda",)).as_text()
+        assert lowered.count("custom_call @mosaic_gpu") == kernels, (x, chunk_size)

@@ -72,8 +72,7 @@ def chunk_summaries(
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"dtype={dtype} must be a float or None")
     k, v = k.astype(common), v.astype(common)
-    problem = mosaic_gpu.unsupported(common, k.shape[-1], v.shape[-1])
-    implementation = _choose(implementation, "chunk_summaries", problem)
+    implementation = _choose(implementation, "chunk_summaries", k, chunk_size, v.shape[-1])
     with jax.named_scope(f"chunk_summaries_{implementation}"):
         if implementation == "reference":
             return reference.summaries(k, v, chunk_size, dtype)
@@ -127,8 +126,7 @@ def chunk_outputs(
     if not jnp.issubdtype(states.dtype, jnp.floating):
         raise ValueError(f"states has dtype {states.dtype}; it must be a float, cast it first")
     value_dim = states.shape[-2 if transposed else -1]
-    problem = mosaic_gpu.unsupported(q.dtype, key_dim, value_dim)
-    implementation = _choose(implementation, "chunk_outputs", problem)
+    implementation = _choose(implementation, "chunk_outputs", q, chunk_size, value_dim)
     with jax.named_scope(f"chunk_outputs_{implementation}"):
         if implementation == "reference":
             return reference.outputs(q, states, chunk_size, transposed)
@@ -148,13 +146,16 @@ def _check_chunk_size(chunk_size: int) -> None:
         raise ValueError(f"chunk_size={chunk_size!r} must be an int >= 1")
 
 
-def _choose(implementation: str | None, operation: str, problem: str | None) -> str:
-    """The name of the implementation that runs the call; `problem`: why the kernels cannot."""
-    problem = problem or compat.hopper_problem()
+def _choose(
+    implementation: str | None, operation: str, x: jax.Array, chunk_size: int, value_dim: int
+) -> str:
+    """The name of the implementation that runs a call with these tokens."""
+    length, key_dim = x.shape[1], x.shape[3]
+    problem = mosaic_gpu.unsupported(x.dtype, key_dim, value_dim) or compat.hopper_problem()
     if implementation is None:
-        reason = problem or "the kernels have not been timed on a chip; they run by name"
-        implementation = "xla"
-        _log_choice(operation, implementation, reason)
+        reason = problem or mosaic_gpu.untimed(length, chunk_size, key_dim, value_dim)
+        implementation = "xla" if reason else "mosaic_gpu"
+        _log_choice(operation, implementation, reason or "the arguments and the device suit it")
     names = ("reference", *_BACKENDS)
     if implementation not in names:
         raise ValueError(f"implementation={implementation!r} must be one of {names} or None")

@@ -103,16 +103,18 @@ def linear_attention(
         )
     dtype = jnp.result_type(q, k, v)
     q, k, v = q.astype(dtype), k.astype(dtype), v.astype(dtype)
+    untimed = None
     if causal == "token":
         unsupported = mosaic_gpu.unsupported(q, v, causal)
     else:
         unsupported = mosaic_gpu_chunk.unsupported(q, v, segment_ids)
+        untimed = mosaic_gpu_chunk.untimed(q, v, log_decay, chunk_size)
     problems = {
         "mosaic_gpu": unsupported or compat.hopper_problem(),
         "mosaic_tpu": mosaic_tpu.unsupported(q, v) or compat.tpu_problem(),
     }
     if implementation is None:
-        implementation, reason = _choose(problems, causal)
+        implementation, reason = _choose(problems, untimed)
         _log_choice(implementation, reason)
     problem = problems.get(implementation)
     if problem:
@@ -127,12 +129,15 @@ def linear_attention(
         )
 
 
-def _choose(problems: dict[str, str | None], causal: str) -> tuple[str, str]:
-    """The fastest implementation that runs here, and why it was taken."""
+def _choose(problems: dict[str, str | None], untimed: str | None) -> tuple[str, str]:
+    """The fastest implementation that runs here, and why it was taken.
+
+    `untimed` says why the Mosaic GPU kernels are not known to be the fastest, or is None.
+    """
     backend = "mosaic_tpu" if compat.target_platform() == "tpu" else "mosaic_gpu"
     reason = problems[backend]
-    if backend == "mosaic_gpu" and causal == "chunk":
-        reason = reason or "its chunk-causal kernels have not been timed on a chip"
+    if backend == "mosaic_gpu":
+        reason = reason or untimed
     if reason:
         return "xla", reason
     return backend, "the arguments and the device suit its kernels"

@@ -29,6 +29,15 @@ def unsupported(q: jax.Array, v: jax.Array, segment_ids: jax.Array | None) -> st
     return mosaic_gpu.unsupported(q.dtype, q.shape[-1], v.shape[-1])
 
 
+def untimed(
+    q: jax.Array, v: jax.Array, log_decay: jax.Array | None, chunk_size: int
+) -> str | None:
+    """Why these kernels are not known to be the fastest for these arguments, or None."""
+    if log_decay is not None:
+        return "the gradients of causal='chunk' with log_decay have not been timed"
+    return mosaic_gpu.untimed(q.shape[1], chunk_size, q.shape[-1], v.shape[-1])
+
+
 def linear_attention(
     q: jax.Array,
     k: jax.Array,
