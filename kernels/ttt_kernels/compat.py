@@ -121,6 +121,13 @@ def mesh_problem() -> str | None:
     return None
 
 
+def layout_problem() -> str | None:
+    """Why kernels that leave register layouts to the compiler cannot be lowered, or None."""
+    if JAX_VERSION < (0, 11):
+        return f"jax {jax.__version__} does not infer register layouts; the kernel needs 0.11"
+    return None
+
+
 def gpu_kernel(body, *, interpret=None, **arguments):
     """`plgpu.kernel(body, ...)` with the compiler options that every kernel here uses."""
     plgpu = mosaic_gpu()

@@ -38,7 +38,7 @@ def unsupported(x: jax.Array, stride: int) -> str | None:
     if height > MAX_ROWS or width > COLUMNS:
         limit = f"{MAX_ROWS} x {COLUMNS}"
         return f"{height} x {width} pixels; the Mosaic GPU kernel has at most {limit}"
-    return None
+    return compat.layout_problem()
 
 
 def depthwise_conv(

@@ -28,7 +28,7 @@ def unsupported(q: jax.Array) -> str | None:
         return f"dim={q.shape[-1]}; the Mosaic GPU kernel has heads of {TILE}"
     if q.shape[1] > MAX_TOKENS:
         return f"{q.shape[1]} tokens; the Mosaic GPU kernel holds up to {MAX_TOKENS} of a row"
-    return None
+    return compat.layout_problem()
 
 
 def glu_step(w1, w2, q, k, v, scale: float, clip: bool, interpret: bool = False) -> jax.Array:
