@@ -159,7 +159,7 @@ def _body(plan: _Plan, refs) -> None:
             shape = (BLOCK, tiling.columns)
             value = pl.run_scoped(compute, plgpu.ACC(shape, jnp.float32))
             b, h, chunk, row, column = plan.locate(cta + u * plan.ctas)
-            # Through shared memory: float32 stored from registers takes 11 us more at 64 x 384^2.
+            # Through shared memory: stores from registers take 2 us more at 64 x 384^2 in float32.
             buffer, width = staging.at[w], staging.shape[-1]
             for i in range(tiling.columns // width):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
