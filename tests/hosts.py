@@ -59,7 +59,7 @@ def start_hosts(commands: list[tuple[str, ...]], devices: int) -> list[subproces
     ]
 
 
-def finish(hosts: list, timeout: float = 300.0) -> tuple[list[int], list[str]]:
+def finish(hosts: list, timeout: float = 1800.0) -> tuple[list[int], list[str]]:
     """Waits for the processes; returns their exit codes and what they wrote."""
     try:
         outputs = [host.communicate(timeout=timeout)[0] for host in hosts]

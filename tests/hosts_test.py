@@ -75,6 +75,7 @@ def test_a_signal_to_one_of_two_hosts_saves_and_one_process_goes_on(text, tmp_pa
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("mesh", list(_MESHES))
 def test_the_batches_are_the_same_on_one_two_and_four_hosts(mesh, text, tmp_path):
     config = write_config(tmp_path / "config.py", text, "{}", json.dumps(_MESHES[mesh]))
@@ -89,6 +90,7 @@ def test_the_batches_are_the_same_on_one_two_and_four_hosts(mesh, text, tmp_path
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("mesh", ["fsdp 2, model 2", "seq 4"])
 def test_the_losses_are_the_same_and_checkpoints_go_both_ways(mesh, text, straight, tmp_path):
     mesh = json.dumps(_MESHES[mesh])
@@ -116,6 +118,7 @@ def test_the_losses_are_the_same_and_checkpoints_go_both_ways(mesh, text, straig
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
 def test_two_hosts_pass_over_a_gutted_checkpoint(text, straight, tmp_path):
     config = write_config(tmp_path / "config.py", text, '{"steps": 6}', '{"data": 2}')
     run = tmp_path / "run"
@@ -133,6 +136,7 @@ def test_two_hosts_pass_over_a_gutted_checkpoint(text, straight, tmp_path):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
 def test_hosts_that_differ_are_refused(text, tmp_path):
     """Other flags on one host, and folders that are not shared: an error, not a wait for ever."""
     configs = [
