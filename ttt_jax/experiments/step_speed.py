@@ -11,16 +11,16 @@ gradient, clipping, optimizer, average of the parameters; its state is donated.
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from absl import flags
+from absl import app, flags
 from flax import nnx
 from ml_collections import config_flags
 
-from ttt_jax import metrics, programs, sharding
+from ttt_jax import config_files, metrics, sharding
 from ttt_jax.config import Config
 from ttt_jax.tasks import Task, make_task
 from ttt_jax.train_step import TrainState, init_state, make_train_step, make_trainee
@@ -169,9 +169,10 @@ def format_table(rows: list[Row], counted: str) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main(argv: Sequence[str]) -> None:
     """Measures the configuration of the command line and prints the table."""
-    programs.require(_CONFIG, "configs/vittt.py:b_imagenet")
+    if len(argv) > 1 or _CONFIG.value is None:
+        raise app.UsageError("give --config=configs/NAME.py:size, and flags alone")
     config = _CONFIG.value
     config.validate()
     task = make_task(config)
@@ -185,4 +186,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    programs.run(main)
+    app.run(main, flags_parser=config_files.parse_flags)
