@@ -25,22 +25,25 @@ from jax import lax
 from ttt_kernels.newton_schulz.mosaic_gpu_ring import BLOCK, Layout, Step, launch
 
 LARGEST = 768
-# Clusters of a size that run at the same time, a CTA a multiprocessor.
-RESIDENT = {8: 14, 4: 28, 2: 66}
+# Up to so many matrices a cluster of eight CTAs takes each: so many run at the same time.
+FEW_MATRICES = 14
 
 
 def choose_layout(matrices: int, rows: int, columns: int) -> Layout:
     """How a launch on these matrices is cut for the multiprocessors of a H100 or H200.
 
+    Clusters of eight or two, the ones that were checked on the chip; one CTA for a single tile.
+
     >>> choose_layout(64, 384, 384), choose_layout(12, 384, 384)
     (Layout(tile=192, cluster=2, stages=4), Layout(tile=128, cluster=8, stages=6))
     """
-    cluster = next((size for size, most in RESIDENT.items() if matrices <= most), 1)
-    tiles = [size for size in (192, 128, 64) if rows % size == columns % size == 0]
-    # Not so large that a CTA would be without one.
-    tile = next((t for t in tiles if (rows // t) * (columns // t) >= cluster), tiles[-1])
-    while (rows // tile) * (columns // tile) < cluster:
-        cluster //= 2
+    # Tile size -> tiles of a matrix, so that no CTA of a cluster is without one.
+    tiles = {size: (rows // size) * (columns // size) for size in (192, 128, 64)
+             if rows % size == columns % size == 0}  # fmt: skip
+    most = tiles[BLOCK]
+    sizes = (8, 2, 1) if matrices <= FEW_MATRICES else (2, 1)
+    cluster = next(size for size in sizes if size <= most)
+    tile = next(size for size, number in tiles.items() if number >= cluster)
     return Layout(tile, cluster, {192: 4, 128: 6, 64: 8}[tile])
 
 
