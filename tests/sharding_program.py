@@ -5,6 +5,7 @@ names of meshes.
 """
 
 import functools
+import itertools
 import json
 import re
 import sys
@@ -150,12 +151,16 @@ def gathered_activations(text, params):
     leaves = jax.tree.leaves(params) + jax.tree.leaves(jax.tree.map(lambda p: p[0], params))
 
     def is_part(shape):
-        same_rank = [p.shape for p in leaves if len(p.shape) == len(shape)]
-        return any(all(np.mod(whole, shape) == 0) for whole in same_rank)
+        """Some axes of a parameter in any order, each whole or one device's part of it."""
+        orders = (sizes for p in leaves for sizes in itertools.permutations(p.shape, len(shape)))
+        parts = [{size * n for n in (1, 2, 4, 8)} for size in shape]
+        return any(all(map(set.__contains__, parts, sizes)) for sizes in orders)
 
     found = []
     for each in hlo.collectives(text):
-        if each.kind != "all-gather" or each.source.endswith(("all_gather", "vision_ttt/pad")):
+        if each.kind != "all-gather" or each.source.endswith("all_gather"):
+            continue
+        if "vision_ttt" in each.source and each.source.endswith("/pad"):
             continue
         for dtype, sizes in re.findall(r"(\w+)\[([\d,]*)\]", each.shape):
             shape = [int(n) for n in sizes.split(",") if n]
