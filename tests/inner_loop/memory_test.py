@@ -205,7 +205,9 @@ def test_memory_is_the_recurrence(name):
                     assert_close(state.weights[n][0, head], w, 1e-10, mode + n)
 
 
-@pytest.mark.parametrize("name", ["atlas", "atlas_chunks"])
+@pytest.mark.parametrize(
+    "name", ["atlas", pytest.param("atlas_chunks", marks=pytest.mark.exhaustive)]
+)
 def test_windows_in_documents_and_split_calls(name):
     """A window ends at its document's start and reaches back over calls."""
     spec = MEMORIES[name]
