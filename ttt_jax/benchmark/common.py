@@ -89,6 +89,7 @@ def passes(function: Callable, arguments: list[tuple], cotangents: list, options
 
 
 def times(timing: Timing, tokens: int, limit_ms: float | None) -> Row:
+    """The columns of a timed row; rates by the kernels' time where it was taken."""
     best = timing.kernel_milliseconds or timing.milliseconds
     return {
         "ms": timing.milliseconds,

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from ttt_kernels import compat
+from ttt_kernels.choice import xla_or_hopper
 from ttt_kernels.depthwise_conv import mosaic_gpu, xla
 
 Implementation = Literal["xla", "mosaic_gpu"]
-_logger = logging.getLogger("ttt_kernels")
 
 
 def depthwise_conv(
@@ -62,25 +60,6 @@ def depthwise_conv(
             raise ValueError(f"{name} has shape {array.shape}; it must be {shape} to match x")
     if stride not in (1, 2) or (residual and stride != 1):
         raise ValueError(f"{stride=} must be 1 or 2, and 1 with {residual=}")
-    module = _choose(implementation, x, stride)
-    return module.depthwise_conv(x, kernel, bias, stride, residual)
-
-
-def _choose(implementation, x: jax.Array, stride: int):
-    """The module that runs the call; logs what was chosen for the caller."""
-    if implementation not in (None, "xla", "mosaic_gpu"):
-        raise ValueError(f"{implementation=} is unknown; use 'xla', 'mosaic_gpu' or None")
     problem = mosaic_gpu.unsupported(x, stride) or compat.hopper_problem()
-    if implementation == "mosaic_gpu" and problem:
-        raise NotImplementedError(
-            f"implementation='mosaic_gpu' cannot run here: {problem}; implementation='xla' can"
-        )
-    if implementation is None:
-        implementation = "xla" if problem else "mosaic_gpu"
-        _log_choice(implementation, problem or "the arguments and the device suit it")
-    return {"xla": xla, "mosaic_gpu": mosaic_gpu}[implementation]
-
-
-@functools.cache
-def _log_choice(implementation: str, reason: str) -> None:
-    _logger.info("depthwise_conv runs by implementation=%r: %s", implementation, reason)
+    module = xla_or_hopper("depthwise_conv", implementation, problem, xla, mosaic_gpu)
+    return module.depthwise_conv(x, kernel, bias, stride, residual)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Mapping
 from typing import Literal
 
@@ -11,11 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from ttt_kernels import compat
+from ttt_kernels.choice import xla_or_hopper
 from ttt_kernels.glu_step import mosaic_gpu, xla
 
 NAMES = ("w1", "w2")
 Implementation = Literal["xla", "mosaic_gpu"]
-_logger = logging.getLogger("ttt_kernels")
 
 
 def glu_step(
@@ -80,7 +78,7 @@ def glu_step(
             )
     wide = jnp.promote_types(q.dtype, jnp.float32)
     w1, w2 = (weights[name].astype(wide) for name in NAMES)
-    module = _choose(implementation, q)
+    module = xla_or_hopper("glu_step", implementation, kernel_problem(q), xla, mosaic_gpu)
     return module.glu_step(w1, w2, q, k, v, scale / q.shape[1], clip)
 
 
@@ -91,23 +89,3 @@ def kernel_problem(q: jax.Array) -> str | None:
     'the inputs are float32; the Mosaic GPU kernel takes bfloat16'
     """
     return mosaic_gpu.unsupported(q) or compat.hopper_problem()
-
-
-def _choose(implementation, q: jax.Array):
-    """The module that runs the call; logs what was chosen for the caller."""
-    if implementation not in (None, "xla", "mosaic_gpu"):
-        raise ValueError(f"{implementation=} is unknown; use 'xla', 'mosaic_gpu' or None")
-    problem = kernel_problem(q)
-    if implementation == "mosaic_gpu" and problem:
-        raise NotImplementedError(
-            f"implementation='mosaic_gpu' cannot run here: {problem}; implementation='xla' can"
-        )
-    if implementation is None:
-        implementation = "xla" if problem else "mosaic_gpu"
-        _log_choice(implementation, problem or "the arguments and the device suit it")
-    return {"xla": xla, "mosaic_gpu": mosaic_gpu}[implementation]
-
-
-@functools.cache
-def _log_choice(implementation: str, reason: str) -> None:
-    _logger.info("glu_step runs by implementation=%r: %s", implementation, reason)
