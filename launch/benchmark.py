@@ -23,7 +23,10 @@ _SECONDS = flags.DEFINE_float("seconds", 0.2, "about how long one timed batch ta
 _BATCHES = flags.DEFINE_integer("batches", 5, "timed batches", lower_bound=1)
 _VARIANTS = flags.DEFINE_list("variants", list("0123456"), "variants of throughput_table")
 _BACKWARD = flags.DEFINE_bool("backward", True, "also time forward + backward")
-_KERNELS = flags.DEFINE_bool("kernel_times", False, "ask CUPTI for kernel times (NVIDIA GPUs)")
+_KERNELS = flags.DEFINE_bool(
+    "kernel_times", False, "ask CUPTI for kernel times (NVIDIA GPUs); with --out also "
+    "SUITE_kernels.csv and .md: where each row's time goes",
+)
 
 
 def main() -> None:
@@ -39,14 +42,24 @@ def main() -> None:
         size=size, seconds=_SECONDS.value, batches=_BATCHES.value, kernel_times=_KERNELS.value,
         backward=_BACKWARD.value, variants=tuple(int(v) for v in _VARIANTS.value),
     )
+    kernels: list[tables.Row] = []
+
+    def report(row, timing):
+        common.show(row, timing)
+        kernels.extend(common.profile(row, timing))
+
+    options = dataclasses.replace(options, report=report)
     for suite in _SUITE.value:
         title = f"{suite}: {common.describe_device()}, {size.tokens} tokens, {size.dtype}"
         print(title, flush=True)
+        kernels.clear()
         rows = suites.SUITES[suite](options)
         print(tables.text(rows), flush=True)
         if _OUT.value and rows:
             tables.save(rows, _OUT.value, suite, title)
             plot(rows, pathlib.Path(_OUT.value) / f"{suite}.png", title)
+            if kernels:
+                tables.save(kernels, _OUT.value, f"{suite}_kernels", title)
 
 
 if __name__ == "__main__":

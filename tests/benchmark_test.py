@@ -1,6 +1,7 @@
 """The benchmark program on shapes that run in seconds: what it prints and saves, not how fast."""
 
 import csv
+import dataclasses
 import subprocess
 import sys
 import types
@@ -78,17 +79,24 @@ def test_decode_suite_times_every_model(names, monkeypatch):
     work = decode.Workload("tiny", ((2, 3),), 2)
     models = [m for m in decode._models(work) if m[0] in names]
     monkeypatch.setattr(decode, "_models", lambda work: models)
-    rows = decode.decode_rows(work, runs=1)
+    rows = decode.decode_rows(work, dataclasses.replace(OPTIONS, batches=1))
     assert [row["implementation"] for row in rows] == list(names)
     for row in rows:
         assert row["case"] == "tiny after 3 tokens x 2"
         assert row["tokens/s"] == pytest.approx(2e3 / row["ms"])
 
 
-@pytest.mark.parametrize("name", ["newton_schulz"])
-def test_other_suites(name, tmp_path):
-    rows = suites.SUITES[name](OPTIONS)
+def test_newton_schulz_suite_saves_its_rows_and_reports_them(tmp_path):
+    name, heard = "newton_schulz", []
+    options = dataclasses.replace(OPTIONS, report=lambda row, timing: heard.append((row, timing)))
+    rows = suites.SUITES[name](options)
     assert [row["pass"] for row in rows] == ["fwd", "fwd+bwd"]
+    assert [row for row, _ in heard] == rows
+    slow = dataclasses.replace(heard[0][1], kernels=(("b", 1.0), ("a", 2.0), ("b", 3.0)))
+    grouped = common.profile(rows[0], slow)
+    assert [(line["kernel"], line["launches"], line["ms"]) for line in grouped] == [
+        ("b", 2, 4.0), ("a", 1, 2.0)]
+    assert all(line["case"] == rows[0]["case"] for line in grouped)
     tables.save(rows, tmp_path, name, "title")
     with open(tmp_path / f"{name}.csv") as file:
         saved = list(csv.DictReader(file))

@@ -34,6 +34,8 @@ def linear_attention_suite(options: Options) -> list[Row]:
                 run = _peer if name in peers.PEERS else _ours
                 for direction, timing in run(name, arguments, cotangents, options):
                     rows.append(_row(case, name, direction, timing, tokens, limit))
+                    if isinstance(timing, Timing):
+                        options.report(rows[-1], timing)
     return rows
 
 

@@ -46,9 +46,21 @@ SIZES = {
 }
 
 
+def show(row: Row, timing: Timing | None) -> None:
+    """Prints a finished row in one line.
+
+    >>> show({"case": "V2", "pass": "fwd", "ms": 0.5, "spread": None}, None)
+      V2 fwd, ms 0.5
+    """
+    del timing
+    names = [str(row[n]) for n in ("case", "implementation", "pass") if n in row]
+    numbers = [f"{n} {x:.4g}" for n, x in row.items() if isinstance(x, float)]
+    print("  " + ", ".join([" ".join(names), *numbers]), flush=True)
+
+
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How a suite runs: sizes, timing and what to leave out."""
+    """How a suite runs: sizes, timing, what to leave out, and who hears of each finished row."""
 
     size: Size
     seconds: float = 0.2
@@ -56,6 +68,7 @@ class Options:
     kernel_times: bool = False
     backward: bool = True
     variants: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6)
+    report: Callable[[Row, Timing | None], None] = show
 
 
 def default_size() -> str:
@@ -86,6 +99,22 @@ def passes(function: Callable, arguments: list[tuple], cotangents: list, options
         except (ValueError, NotImplementedError) as error:
             yield name, str(error)
             return
+
+
+def profile(row: Row, timing: Timing | None) -> list[Row]:
+    """The row's GPU kernels, those of one name together, the longest first.
+
+    >>> timing = Timing(1.0, 0.0, 1, 0.5, (("a", 0.125), ("b", 0.25), ("a", 0.125)))
+    >>> [(k["kernel"], k["launches"], k["ms"]) for k in profile({"case": "V2"}, timing)]
+    [('a', 2, 0.25), ('b', 1, 0.25)]
+    """
+    found: dict[str, list[float]] = {}
+    for name, milliseconds in timing.kernels if timing is not None else ():
+        found.setdefault(name, []).append(milliseconds)
+    names = {n: row[n] for n in ("case", "implementation", "pass") if n in row}
+    lines = [{**names, "kernel": name[:80], "launches": len(each), "ms": sum(each)}
+             for name, each in found.items()]
+    return sorted(lines, key=lambda line: -line["ms"])
 
 
 def times(timing: Timing, tokens: int, limit_ms: float | None) -> Row:

@@ -50,11 +50,11 @@ def decode_suite(options: Options) -> list[Row]:
     Hopper GPU with bfloat16 inputs, the tiny models otherwise; of `options` nothing else counts.
     """
     full = compat.hopper_problem() is None and options.size.dtype == "bfloat16"
-    return decode_rows(_FULL if full else _SMALL, options.batches)
+    return decode_rows(_FULL if full else _SMALL, options)
 
 
-def decode_rows(work: Workload, runs: int) -> list[Row]:
-    """`decode_suite` of a given workload, the fastest of `runs` runs."""
+def decode_rows(work: Workload, options: Options) -> list[Row]:
+    """`decode_suite` of a given workload."""
     rows = []
     for name, config in _models(work):
         model = build(config)
@@ -64,7 +64,7 @@ def decode_rows(work: Workload, runs: int) -> list[Row]:
             results = [
                 generate(model, prompts, max_new_tokens=work.new_tokens,
                          sampling=Sampling(temperature=0.0))
-                for _ in range(runs)
+                for _ in range(options.batches)
             ]
             ms = 1e3 * min(run.decode_seconds / run.steps for run in results)
             limit = _limit_ms(model)
@@ -74,6 +74,7 @@ def decode_rows(work: Workload, runs: int) -> list[Row]:
                 "of limit": None if limit is None else limit / ms,
                 "prefill ms": 1e3 * min(run.prefill_seconds for run in results),
             })
+            options.report(rows[-1], None)
     return rows
 
 

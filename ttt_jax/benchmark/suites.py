@@ -72,6 +72,7 @@ def throughput_table(options: Options) -> list[Row]:
                 recurrent.setdefault(direction, row["Mtok/s"])
                 rows.append({"case": f"V{variant}", "implementation": mode, "pass": direction,
                              **row, "vs recurrent": row["Mtok/s"] / recurrent[direction]})
+                options.report(rows[-1], timing)
     for row in rows:
         if (row["case"], row["implementation"], row["pass"]) == ("V6", "parallel", "fwd"):
             ratio = row["vs recurrent"]
@@ -101,6 +102,7 @@ def newton_schulz_suite(options: Options) -> list[Row]:
                 del row["Mtok/s"]
                 rows.append({"case": f"{count}x{width}^2", "implementation": name,
                              "pass": direction, **row})
+                options.report(rows[-1], timing)
     return rows
 
 

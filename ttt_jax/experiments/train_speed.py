@@ -33,6 +33,9 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "V2 recurrent": (lact_llm.preset, {"variant": 2, "mode": "recurrent"}),
     "V2 parallel": (lact_llm.preset, {"variant": 2, "mode": "parallel"}),
     "V6 parallel": (lact_llm.preset, {"variant": 6, "mode": "parallel"}),
+    "V0 kernel": (lact_llm.preset, {"variant": 0, "mode": "kernel"}),
+    "V2 kernel": (lact_llm.preset, {"variant": 2, "mode": "kernel"}),
+    "V6 kernel": (lact_llm.preset, {"variant": 6, "mode": "kernel"}),
     "softmax": (transformer.preset, {}),
 }
 DEFAULT_CASES = ("V0 recurrent", "V2 parallel", "softmax")
