@@ -353,6 +353,7 @@ def main() -> int:
         print(json.dumps(MEASURES[options.one[0]](options, options.one[1])))
         return 0
     todo = [(kind, case) for kind in options.only.split(",") for case in cases(options)[kind]]
+    print(f"{len(todo)} measurements: all compile side by side, then run one by one", flush=True)
     with (
         tempfile.NamedTemporaryFile() as lock,
         concurrent.futures.ThreadPoolExecutor(len(todo)) as pool,
