@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from tests.tolerances import assert_close, tolerance
-from ttt_kernels import chunk_outputs, chunk_summaries, compat
+from ttt_kernels import chunk_outputs, chunk_states, chunk_summaries, compat
 from ttt_kernels.chunk_products import mosaic_gpu, vjp
 from ttt_kernels.chunk_products import tiling as tilings
-from ttt_kernels.chunk_products.tiling import OutputTiling, SummaryTiling
+from ttt_kernels.chunk_products.tiling import OutputTiling, RegisterTiling, SummaryTiling
 
 BF16_RMS = 0.01
 
@@ -28,7 +28,7 @@ CASES = [
 
 
 def make(case, dtype, seed=0):
-    """Random q, k, v, states and cotangents of both results."""
+    """Random q, k, v, rates, states and cotangents of all results."""
     batch, time, heads, key_dim, value_dim, chunk_size = case
     rng = np.random.default_rng(seed)
     tokens, chunks = (batch, time, heads), -(-time // chunk_size)
@@ -39,14 +39,28 @@ def make(case, dtype, seed=0):
     made = {n: jnp.asarray(rng.standard_normal(s), dtype) for n, s in shapes.items()}
     made["d_out"] = jnp.asarray(rng.standard_normal((*tokens, value_dim)), dtype)
     made["d_summaries"] = jnp.asarray(rng.standard_normal(shapes["states"]), jnp.float32)
+    made["rates"] = jnp.asarray(rng.uniform(-1, 1, tokens), jnp.float32)
+    made["decay"] = jnp.asarray(rng.uniform(0, 1, (batch, heads, chunks)), jnp.float32)
+    edge = (batch, heads, key_dim, value_dim)
+    made["initial"], made["d_final"] = jnp.asarray(rng.standard_normal((2, *edge)), jnp.float32)
     return made
 
 
-def products(x, summaries, outputs, transposed=True):
-    """Both products, the transposed one, and all gradients, by one pair of functions."""
+def products(x, summaries, outputs, states, transposed=True):
+    """All operations, with and without rates and decays, and all gradients."""
     made = {}
     made["summaries"], pullback = jax.vjp(summaries, x["k"], x["v"])
-    made["dk"], made["dv"] = pullback(x["d_summaries"].astype(made["summaries"].dtype))
+    d_summaries = x["d_summaries"].astype(made["summaries"].dtype)
+    made["dk"], made["dv"] = pullback(d_summaries)
+    made["rated"], pullback = jax.vjp(summaries, x["k"], x["v"], x["rates"])
+    made["dk_rated"], made["dv_rated"], made["d_rates"] = pullback(d_summaries)
+    for include in (False, True):
+        both, pullback = jax.vjp(
+            functools.partial(states, include), x["states"], x["decay"], x["initial"]
+        )
+        gradients = pullback((x["d_summaries"].astype(both[0].dtype), x["d_final"]))
+        names = ("prefix", "final", "d_parts", "d_decay", "d_initial")
+        made |= {f"{n}{include:d}": y for n, y in zip(names, (*both, *gradients), strict=True)}
     made["out"], pullback = jax.vjp(outputs, x["q"], x["states"])
     made["dq"], made["d_states"] = pullback(x["d_out"])
     if not transposed:  # dq is one already
@@ -62,20 +76,32 @@ def products(x, summaries, outputs, transposed=True):
 def by_name(x, chunk_size, name):
     return products(
         x,
-        lambda k, v: chunk_summaries(k, v, chunk_size, implementation=name),
+        lambda k, v, r=None: chunk_summaries(k, v, chunk_size, rates=r, implementation=name),
         lambda q, s, **how: chunk_outputs(q, s, chunk_size, implementation=name, **how),
+        lambda include, s, decay, initial: chunk_states(
+            s, initial, decay=decay, include_own=include, dtype=s.dtype, implementation=name
+        ),
     )
 
 
 def definition(x, chunk_size):
-    """The two values in float64 NumPy."""
-    q, k, v, states = (np.asarray(x[n], np.float64) for n in ("q", "k", "v", "states"))
-    sums, out = np.zeros_like(states), np.zeros_like(v)
+    """The values in float64 NumPy."""
+    names = ("q", "k", "v", "states", "rates", "decay", "initial")
+    q, k, v, states, rates, decay, state = (np.asarray(x[n], np.float64) for n in names)
+    sums, rated, out = np.zeros_like(states), np.zeros_like(states), np.zeros_like(v)
     for t in range(q.shape[1]):
-        c = t // chunk_size
-        sums[:, :, c] += np.einsum("bhd,bhe->bhde", k[:, t], v[:, t])
+        c, new = t // chunk_size, np.einsum("bhd,bhe->bhde", k[:, t], v[:, t])
+        sums[:, :, c] += new
+        rated[:, :, c] += rates[:, t, :, None, None] * new
         out[:, t] = np.einsum("bhd,bhde->bhe", q[:, t], states[:, :, c])
-    return {"summaries": sums, "out": out, "out_t": out}
+    prefix = [state]
+    for c in range(states.shape[2]):
+        prefix.append(decay[:, :, c, None, None] * prefix[-1] + states[:, :, c])
+    ahead, behind = np.stack(prefix[:-1], 2), np.stack(prefix[1:], 2)
+    return {
+        "summaries": sums, "rated": rated, "out": out, "out_t": out, "prefix0": ahead,
+        "prefix1": behind, "final0": prefix[-1], "final1": prefix[-1],
+    }
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -93,8 +119,11 @@ def by_backend(x, chunk_size, backend):
     dtype = jnp.dtype(jnp.float32)
     return products(
         x,
-        lambda k, v: vjp.summaries(k, v, chunk_size, dtype, backend),
+        lambda k, v, r=None: vjp.summaries(k, v, chunk_size, dtype, backend, r),
         lambda q, s: vjp.outputs(q, s, chunk_size, False, backend),
+        lambda include, s, decay, initial: vjp.states(
+            s, decay, initial, include, False, s.dtype, backend
+        ),
         transposed=False,
     )
 
@@ -131,7 +160,8 @@ def test_mosaic_gpu_in_the_interpreter(case):
     want = by_name(jax.tree.map(lambda a: a.astype(jnp.float32), x), chunk_size, "reference")
     for name in got:
         expected = want[name]
-        assert got[name].dtype == (jnp.float32 if name == "summaries" else jnp.bfloat16)
+        wide = ("summaries", "rated", "d_rates", "final", "d_decay", "d_initial")
+        assert got[name].dtype == (jnp.float32 if name.strip("01") in wide else jnp.bfloat16), name
         assert rms_error(got[name], expected) < BF16_RMS, name
 
 
@@ -149,15 +179,19 @@ def test_summaries_in_bf16_in_the_interpreter(tiling):
 
 
 @needs_interpreter
-@pytest.mark.parametrize("tiling", [OutputTiling(128, 128, 3, 2)], ids=str)
-def test_outputs_with_parts_in_the_interpreter(tiling):
+@pytest.mark.parametrize(
+    "tiling, transposed",
+    [(RegisterTiling(128, 2, 3, 2), False), slow(RegisterTiling(128, 1, 4, 1), True),
+     slow(OutputTiling(128, 128, 3, 2), False)],
+    ids=str,
+)
+def test_forms_of_the_outputs_in_the_interpreter(tiling, transposed):
     x = make((1, 392, 1, 128, 128, 256), jnp.bfloat16)
     kernels = mosaic_gpu.Kernels(interpret=True, output_tiling=tiling)
-    got = interpreted(
-        jax.jit(lambda q, s: kernels.outputs(q, s, 256, False)), x["q"], x["states"]
-    )
-    want = chunk_outputs(x["q"], x["states"], 256, implementation="xla")
-    assert rms_error(got, want) < BF16_RMS
+    run = jax.jit(lambda q, s, r: kernels.rated_outputs(q, s, r, None, 256, transposed)[0])
+    got = interpreted(run, x["q"], x["states"], x["rates"])
+    plain = chunk_outputs(x["q"], x["states"], 256, transposed=transposed, implementation="xla")
+    assert rms_error(got, plain * x["rates"][..., None]) < BF16_RMS
 
 
 def lower(function, *shapes):

@@ -23,8 +23,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("length, chunk_size, include, decay, state", CASES)
-def test_products_equal_reference(monkeypatch, length, chunk_size, include, decay, state):
-    monkeypatch.setattr(mosaic_gpu_chunk, "MAX_GROUP", 3)  # several groups of chunks
+def test_products_equal_reference(length, chunk_size, include, decay, state):
     x, _ = make(length, 2, length, 2, 4, 6, decay=decay, state=state, packed=False)
 
     def by_products(q, k, v, log_decay=None, initial_state=None, segment_ids=None):

@@ -1,5 +1,5 @@
-"""Products of tokens with the state of their chunk: one public function each way."""
+"""Products of tokens with the state of their chunk, and these states."""
 
-from ttt_kernels.chunk_products.api import chunk_outputs, chunk_summaries
+from ttt_kernels.chunk_products.api import chunk_outputs, chunk_states, chunk_summaries
 
-__all__ = ["chunk_outputs", "chunk_summaries"]
+__all__ = ["chunk_outputs", "chunk_states", "chunk_summaries"]

@@ -1,9 +1,10 @@
-"""The two public chunk products and the choice of their implementation.
+"""The public chunk products and the choice of their implementation.
 
-They are closed under differentiation, so each one's gradients are calls of the two:
+They are closed under differentiation, so each one's gradients are calls of them:
 
     G = chunk_summaries(k, v)    dk = chunk_outputs(v, dG^T)   dv = chunk_outputs(k, dG)
     o = chunk_outputs(q, S)      dq = chunk_outputs(do, S^T)   dS = chunk_summaries(q, do)
+    S = chunk_states(G)          dG = chunk_states(dS), from the last chunk to the first
 """
 
 from __future__ import annotations
@@ -28,16 +29,19 @@ def chunk_summaries(
     v: jax.Array,
     chunk_size: int,
     *,
+    rates: jax.Array | None = None,
     dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """What each chunk of tokens adds to a linear state, `G_c = sum_{t in c} k_t^T v_t`.
+    """What each chunk of tokens adds to a linear state, `G_c = sum_{t in c} rate_t k_t^T v_t`.
 
     Args:
       k: [batch, time, heads, key_dim] floats; time >= 1.
       v: [batch, time, heads, value_dim] floats. k and v of different dtypes are promoted to their
         common one.
       chunk_size: tokens a chunk, >= 1; the last chunk may be shorter.
+      rates: [batch, time, heads] floats, how much each token counts, or None for 1. On a Hopper GPU
+        they cost no pass over memory; keys times rates are rounded to the keys' dtype.
       dtype: of the result, floating; None is float32 (float64 for float64 inputs). Sums are made
         in float32 or wider whatever it is.
       implementation: "reference" (token by token), "xla" (batched products, any device),
@@ -46,7 +50,7 @@ def chunk_summaries(
         back.
 
     Returns:
-      [batch, heads, chunks, key_dim, value_dim] in `dtype`; differentiable in k and v.
+      [batch, heads, chunks, key_dim, value_dim] in `dtype`; differentiable in k, v and rates.
 
     Raises:
       ValueError: an argument of the wrong shape, dtype or value.
@@ -67,6 +71,13 @@ def chunk_summaries(
             f"v has shape {v.shape} and k {k.shape}; batch, time and heads must be equal"
         )
     _check_chunk_size(chunk_size)
+    if rates is not None:
+        if rates.shape != k.shape[:3] or not jnp.issubdtype(rates.dtype, jnp.floating):
+            raise ValueError(
+                f"rates has shape {rates.shape} and dtype {rates.dtype}; it must be floats [batch, "
+                f"time, heads] = {k.shape[:3]}"
+            )
+        rates = rates.astype(jnp.promote_types(rates.dtype, jnp.float32))
     common = jnp.result_type(k, v)
     dtype = jnp.promote_types(common, jnp.float32) if dtype is None else jnp.dtype(dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
@@ -75,8 +86,8 @@ def chunk_summaries(
     implementation = _choose(implementation, "chunk_summaries", k, chunk_size, v.shape[-1])
     with jax.named_scope(f"chunk_summaries_{implementation}"):
         if implementation == "reference":
-            return reference.summaries(k, v, chunk_size, dtype)
-        return vjp.summaries(k, v, chunk_size, dtype, _BACKENDS[implementation])
+            return reference.summaries(k, v, chunk_size, dtype, rates)
+        return vjp.summaries(k, v, chunk_size, dtype, _BACKENDS[implementation], rates)
 
 
 def chunk_outputs(
@@ -133,6 +144,66 @@ def chunk_outputs(
         return vjp.outputs(q, states, chunk_size, transposed, _BACKENDS[implementation])
 
 
+def chunk_states(
+    summaries: jax.Array,
+    initial: jax.Array,
+    *,
+    decay: jax.Array | None = None,
+    include_own: bool = False,
+    dtype: jax.typing.DTypeLike | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The state at every chunk's edge from what each chunk adds, `S_c = decay_c S_{c-1} + G_c`.
+
+    Args:
+      summaries: [batch, heads, chunks, key_dim, value_dim] floats, G; added in the dtype of
+        `initial`.
+      initial: [batch, heads, key_dim, value_dim] float32 or wider, S ahead of the first chunk.
+      decay: [batch, heads, chunks] floats, or None for 1.
+      include_own: gives the state behind each chunk, not the one ahead of it.
+      dtype: of the states, floating; None is that of `initial`.
+      implementation: as of `chunk_summaries`.
+
+    Returns:
+      (states, shaped as summaries, in `dtype`; the last one, like `initial`); differentiable in
+      every argument.
+
+    Raises:
+      ValueError: an argument of the wrong shape, dtype or value.
+      NotImplementedError: the named implementation cannot run these arguments here.
+
+    Source: arXiv 2602.21204, Theorem 5.3: momentum and forgetting between mini-batches.
+
+    >>> import jax.numpy as jnp
+    >>> ones = jnp.ones((1, 1, 3, 1, 1))
+    >>> states, final = chunk_states(ones, jnp.zeros((1, 1, 1, 1)), decay=0.5 * ones[..., 0, 0])
+    >>> states.ravel().tolist(), final.item()
+    ([0.0, 1.0, 1.5], 1.75)
+    """
+    if summaries.ndim != 5 or initial.shape != summaries.shape[:2] + summaries.shape[3:]:
+        raise ValueError(
+            f"initial has shape {initial.shape} and summaries {summaries.shape}; they must be "
+            "[batch, heads, key_dim, value_dim] and [batch, heads, chunks, key_dim, value_dim]"
+        )
+    if initial.dtype not in (jnp.float32, jnp.float64):
+        raise ValueError(f"initial has dtype {initial.dtype}; it must be float32 or wider, cast it")
+    if decay is not None:
+        if decay.shape != summaries.shape[:3]:
+            raise ValueError(
+                f"decay has shape {decay.shape}; it must be [batch, heads, chunks] = "
+                f"{summaries.shape[:3]}"
+            )
+        decay = decay.astype(initial.dtype)
+    dtype = initial.dtype if dtype is None else jnp.dtype(dtype)
+    problem = compat.hopper_problem() or mosaic_gpu.states_problem(summaries, initial)
+    implementation = _pick("chunk_states", implementation, problem, None)
+    with jax.named_scope(f"chunk_states_{implementation}"):
+        arguments = (summaries, decay, initial, include_own, False, dtype)
+        if implementation == "reference":
+            return reference.states(*arguments)
+        return vjp.states(*arguments, _BACKENDS[implementation])
+
+
 def _check_tokens(name: str, x: jax.Array) -> None:
     if x.ndim != 4 or 0 in x.shape or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(
@@ -152,8 +223,16 @@ def _choose(
     """The name of the implementation that runs a call with these tokens."""
     length, key_dim = x.shape[1], x.shape[3]
     problem = mosaic_gpu.unsupported(x.dtype, key_dim, value_dim) or compat.hopper_problem()
+    untimed = mosaic_gpu.untimed(length, chunk_size, key_dim, value_dim)
+    return _pick(operation, implementation, problem, untimed)
+
+
+def _pick(
+    operation: str, implementation: str | None, problem: str | None, untimed: str | None
+) -> str:
+    """The implementation, given why the kernels cannot run and why None does not take them."""
     if implementation is None:
-        reason = problem or mosaic_gpu.untimed(length, chunk_size, key_dim, value_dim)
+        reason = problem or untimed
         implementation = "xla" if reason else "mosaic_gpu"
         _log_choice(operation, implementation, reason or "the arguments and the device suit it")
     names = ("reference", *_BACKENDS)

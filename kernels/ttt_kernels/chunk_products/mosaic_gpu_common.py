@@ -56,3 +56,14 @@ def drain(steps, free, first: int, stages: int) -> None:
     @pl.loop(lax.max(steps - stages, jnp.int32(0)), steps)
     def _(step):
         plgpu.barrier_wait(free.at[first + lax.rem(step, jnp.int32(stages))])
+
+
+def load_tile(ref):
+    """Reads a tile of shared memory into registers, in the layout of wgmma."""
+    return compat.load(ref, layout=compat.mosaic_gpu().Layout.WGMMA, optimized=False)
+
+
+def load_vector(ref, axis: int):
+    """Reads 64 float32s of memory, one a row (axis 1) or column (axis 0) of a tile."""
+    layout = compat.mosaic_gpu().Layout.WGMMA.reduce(axis)
+    return compat.load(ref, layout=layout, optimized=False)

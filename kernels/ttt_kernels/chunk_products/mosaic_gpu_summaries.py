@@ -1,7 +1,9 @@
 """The kernel of the chunk summaries `k^T v` on Hopper GPUs.
 
 Persistent: as many thread blocks as the chip holds go through the tiles of all states, and the
-loads of the next tile run while the last one is stored.
+loads of the next tile run while the last one is stored. With rates a compute warpgroup multiplies
+its keys by them while its last product runs: from shared memory into the registers from which the
+tensor core then reads them, so that they cost no pass over memory.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from ttt_kernels.chunk_products.mosaic_gpu_common import (
     MEMORY_REGISTERS,
     SWIZZLE,
     drain,
+    load_tile,
+    load_vector,
     ring,
     tile,
 )
@@ -38,6 +42,8 @@ class _Plan:
     row_tiles: int  # of a state
     column_tiles: int
     units: int
+    rated: bool
+    portable: bool  # scaled keys go back to shared memory: what the interpreter can run
 
     @property
     def blocks(self) -> int:
@@ -62,12 +68,19 @@ class _Plan:
 
 
 def summaries(
-    k: jax.Array, v: jax.Array, chunk_size: int, dtype: jnp.dtype, tiling: SummaryTiling, interpret
+    k: jax.Array,
+    v: jax.Array,
+    rates: jax.Array | None,
+    chunk_size: int,
+    dtype: jnp.dtype,
+    tiling: SummaryTiling,
+    interpret,
 ) -> jax.Array:
-    """`k^T v` over each chunk.
+    """`sum_t rate_t k_t^T v_t` over each chunk.
 
     Args:
       k, v: [batch, time, heads, dim] bf16, dims multiples of 64, time a multiple of 8.
+      rates: [batch, heads, time] float32, time a multiple of 64, or None for 1.
       chunk_size: tokens a chunk, a multiple of 64.
       dtype: of the result, float32 or bfloat16.
       tiling: one of `tiling.summary_options`.
@@ -82,35 +95,45 @@ def summaries(
     row_tiles = key_dim // tiling.rows
     column_tiles = value_dim // tiling.columns
     units = batch * heads * chunks * row_tiles * column_tiles
-    plan = _Plan(tiling, chunk_size, chunks, heads, row_tiles, column_tiles, units)
+    rated = rates is not None
+    portable = interpret is not None or compat.layout_problem() is not None
+    plan = _Plan(
+        tiling, chunk_size, chunks, heads, row_tiles, column_tiles, units, rated, portable
+    )
 
     def chunk_summaries(*refs):
         _body(plan, refs)
 
+    copies = tiling.warpgroups + 1 + rated
+    scratch = [
+        tile(tiling.stages, tiling.warpgroups, BLOCK, BLOCK),
+        tile(tiling.stages, BLOCK, tiling.columns),
+        tile(tiling.warpgroups, BLOCK, SWIZZLE // dtype.itemsize, dtype=dtype),
+        plgpu.Barrier(num_arrivals=copies, num_barriers=tiling.stages),
+        plgpu.Barrier(num_arrivals=tiling.warpgroups, num_barriers=tiling.stages),
+    ]
+    if rated:
+        scratch.append(plgpu.SMEM((tiling.stages, BLOCK), jnp.float32))
     call = compat.gpu_kernel(
         chunk_summaries,
         out_type=jax.ShapeDtypeStruct((batch, heads, chunks, key_dim, value_dim), dtype),
-        scratch_types=[
-            tile(tiling.stages, tiling.warpgroups, BLOCK, BLOCK),
-            tile(tiling.stages, BLOCK, tiling.columns),
-            tile(tiling.warpgroups, BLOCK, SWIZZLE // dtype.itemsize, dtype=dtype),
-            plgpu.Barrier(num_arrivals=tiling.warpgroups + 1, num_barriers=tiling.stages),
-            plgpu.Barrier(num_arrivals=tiling.warpgroups, num_barriers=tiling.stages),
-        ],
+        scratch_types=scratch,
         grid=(plan.ctas,),
         grid_names=("cta",),
         num_threads=tiling.warpgroups + 1,
         thread_name="warpgroup",
         interpret=interpret,
     )
-    return call(k, v)
+    return call(k, v, *([rates] if rated else []))
 
 
 def _body(plan: _Plan, refs) -> None:
     """The kernel: the memory warpgroup's loop, and the compute warpgroups'."""
     plgpu = compat.mosaic_gpu()
     tiling = plan.tiling
-    k_ref, v_ref, out_ref, ks, vs, staging, full, free = refs
+    rates_ref, rs = (refs[2], refs[-1]) if plan.rated else (None, None)
+    (k_ref, v_ref), rest = refs[:2], refs[2 + plan.rated:]
+    out_ref, ks, vs, staging, full, free = rest[:6]
     cta, w = lax.axis_index("cta"), lax.axis_index("warpgroup")
     units = lax.div(plan.units - cta + plan.ctas - 1, plan.ctas)
     steps = units * plan.blocks
@@ -129,6 +152,8 @@ def _body(plan: _Plan, refs) -> None:
                 plgpu.copy_gmem_to_smem(source, ks.at[slot, i], full.at[slot])
             source = v_ref.at[b, token, h, pl.ds(column, tiling.columns)]
             plgpu.copy_gmem_to_smem(source, vs.at[slot], full.at[slot])
+            if plan.rated:
+                plgpu.copy_gmem_to_smem(rates_ref.at[b, h, token], rs.at[slot], full.at[slot])
 
         drain(steps, free, 0, tiling.stages)
 
@@ -136,24 +161,33 @@ def _body(plan: _Plan, refs) -> None:
     def _():
         plgpu.set_max_registers(_COMPUTE_REGISTERS[tiling.warpgroups], action="increase")
 
+        def release(step):
+            plgpu.barrier_arrive(free.at[lax.rem(step, jnp.int32(tiling.stages))])
+
         @pl.loop(0, units)
         def _(u):
             def compute(acc):
                 @pl.loop(0, plan.blocks)
                 def _(i):
-                    slot = lax.rem(u * plan.blocks + i, jnp.int32(tiling.stages))
+                    step = u * plan.blocks + i
+                    slot = lax.rem(step, jnp.int32(tiling.stages))
                     plgpu.barrier_wait(full.at[slot])
-                    plgpu.wgmma(acc, ks.at[slot, w].transpose((1, 0)), vs.at[slot])
-                    plgpu.wgmma_wait(1)
-
-                    @pl.when(i > 0)
-                    def _():
-                        last = u * plan.blocks + i + (tiling.stages - 1)
-                        plgpu.barrier_arrive(free.at[lax.rem(last, jnp.int32(tiling.stages))])
+                    keys = ks.at[slot, w]
+                    if plan.rated and not plan.portable:
+                        keys = _rated(keys, rs.at[slot])
+                        # The registers of the last product's keys are about to be written.
+                        plgpu.wgmma_wait(0)
+                        pl.when(i > 0)(lambda: release(step - 1))
+                        plgpu.wgmma(acc, keys, vs.at[slot])
+                    else:
+                        if plan.rated:
+                            _rate_in_place(keys, rs.at[slot])
+                        plgpu.wgmma(acc, keys.transpose((1, 0)), vs.at[slot])
+                        plgpu.wgmma_wait(1)
+                        pl.when(i > 0)(lambda: release(step - 1))
 
                 value = acc[...]
-                last = (u + 1) * plan.blocks - 1
-                plgpu.barrier_arrive(free.at[lax.rem(last, jnp.int32(tiling.stages))])
+                release((u + 1) * plan.blocks - 1)
                 return value
 
             shape = (BLOCK, tiling.columns)
@@ -169,3 +203,18 @@ def _body(plan: _Plan, refs) -> None:
                 plgpu.copy_smem_to_gmem(buffer, out_ref.at[b, h, chunk, rows, columns])
 
         plgpu.wait_smem_to_gmem(0)
+
+
+def _rated(keys, rates):
+    """A tile's [64 tokens, 64 columns] times its tokens' rates, transposed, in registers."""
+    x = load_tile(keys.transpose((1, 0))).astype(jnp.float32)
+    rates = lax.broadcast_in_dim(load_vector(rates, 0), x.shape, (1,))
+    return (x * rates).astype(jnp.bfloat16)
+
+
+def _rate_in_place(keys, rates) -> None:
+    """Multiplies a tile by its tokens' rates in shared memory."""
+    x = load_tile(keys).astype(jnp.float32)
+    rates = lax.broadcast_in_dim(load_vector(rates, 1), x.shape, (0,))
+    keys[...] = (x * rates).astype(jnp.bfloat16)
+    compat.mosaic_gpu().commit_smem()

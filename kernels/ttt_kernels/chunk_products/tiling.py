@@ -26,6 +26,7 @@ _PAIRS = 2
 # of a block: at 768 columns 6 slots take 147 us, 8 take 152 and 7 take 178.
 _RING_LENGTHS = (8, 6, 5, 4, 3)
 _MAX_STAGES = 8
+_REGISTER_KEY_DIM = 384
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +82,38 @@ class OutputTiling:
         return self.key_dim // BLOCK
 
 
+@dataclasses.dataclass(frozen=True)
+class RegisterTiling:
+    """Static choices of a launch of the outputs that keeps the state in registers.
+
+    Attributes:
+      key_dim: contracted width, a multiple of 64, at most 384: 96 registers a thread.
+      warpgroups: compute warpgroups, each with 64 columns of the state.
+      stages: slots in the ring, each with 64 tokens; at least one for each compute warpgroup.
+      parts: thread blocks that share the tokens of a chunk.
+    """
+
+    key_dim: int
+    warpgroups: int
+    stages: int
+    parts: int
+
+    @property
+    def columns(self) -> int:
+        """Columns of the state that a thread block keeps."""
+        return BLOCK * self.warpgroups
+
+    @property
+    def pieces(self) -> int:
+        """Tiles of 64 contracted columns."""
+        return self.key_dim // BLOCK
+
+    @property
+    def tiles(self) -> int:
+        """Units of `TILE_BYTES` that the kernel takes, one a warpgroup for storing."""
+        return self.stages * self.pieces + self.warpgroups
+
+
 def padded_dim(dim: int) -> int:
     """The head width that the kernels run for `dim`: the next multiple of 64.
 
@@ -94,8 +127,10 @@ def _largest(dim: int, choices: tuple[int, ...]) -> int:
     return next(width for width in choices if dim % width == 0)
 
 
-def summary_options(key_dim: int, value_dim: int) -> tuple[SummaryTiling, ...]:
-    """The tilings that fit for padded widths, the default first.
+def summary_options(
+    key_dim: int, value_dim: int, rated: bool = False
+) -> tuple[SummaryTiling, ...]:
+    """The tilings that fit for padded widths, with or without rates, the default first.
 
     >>> summary_options(384, 384)[0]
     SummaryTiling(warpgroups=3, columns=192, stages=4)
@@ -107,7 +142,7 @@ def summary_options(key_dim: int, value_dim: int) -> tuple[SummaryTiling, ...]:
     fitting = [
         tiling
         for stages in range(_MAX_STAGES, 1, -1)
-        if (tiling := SummaryTiling(warpgroups, columns, stages)).tiles <= _TILES
+        if (tiling := SummaryTiling(warpgroups, columns, stages)).tiles + rated <= _TILES
     ]
     return tuple(fitting[:2])
 
@@ -137,3 +172,18 @@ def output_options(key_dim: int, value_dim: int, units: int, blocks: int):
             if t.tiles <= _TILES and (t.stages in (4, 8) or t.pieces % t.stages == 0)
         ][:1]
     return tuple(made)
+
+
+def register_options(key_dim: int, value_dim: int, units: int, blocks: int):
+    """As `output_options`, for states that stay in registers: wider ones than 384 do not fit.
+
+    >>> register_options(384, 384, 64, 32)
+    (RegisterTiling(key_dim=384, warpgroups=3, stages=4, parts=1),)
+    """
+    if key_dim > _REGISTER_KEY_DIM:
+        return ()
+    warpgroups = _largest(value_dim, (192, 128, 64)) // BLOCK
+    room = HOPPER_MULTIPROCESSORS // (units * (value_dim // (warpgroups * BLOCK)))
+    parts = max(1, min(room, blocks // (2 * _PAIRS)))
+    stages = min(_MAX_STAGES, (_TILES - warpgroups) // (key_dim // BLOCK))
+    return (RegisterTiling(key_dim, warpgroups, stages, parts),)
