@@ -100,7 +100,7 @@ def run(
         return recurrent.run(spec, static, chunks, initial, start, backend)
     state, outputs, before = initial, None, initial
     if chunks.slots is not None:
-        scan = scan or scan_of(chunks.slots.k.dtype, implementation)
+        scan = scan or scan_of(chunks.slots.k.dtype, implementation, backend)
         found = all_states(spec, static, chunks.slots, initial, start, scan, backend)
         state, before = found.final, initial._replace(weights={spec.fast_net.last: found.ahead})
         if chunks.reads:
@@ -164,10 +164,14 @@ def _known_gradients(
     if has_operations(spec, weights, slots):
         return chunk_gradients(spec, weights, slots, backend)[name]
     keys, values = spec.fast_net.features(weights, slots.k), values_of(spec, weights, slots)
-    keys = keys if rate is None else (keys * rate).astype(keys.dtype)
+    rates = None
+    if rate is not None and rate.shape[-1] == 1:
+        rates = _one_chunk_a_row(jnp.broadcast_to(rate, (*keys.shape[:-1], 1)))[..., 0]
+    elif rate is not None:
+        keys = (keys * rate).astype(keys.dtype)
     keys, values = _one_chunk_a_row(keys), _one_chunk_a_row(values)
     backend = backend_of("chunk_products", backend)
-    sums = chunk_summaries(keys, values, keys.shape[1], implementation=backend)
+    sums = chunk_summaries(keys, values, keys.shape[1], rates=rates, implementation=backend)
     gradient = -sums.reshape(*slots.k.shape[:3], *sums.shape[-2:])
     if spec.loss.reduction == "mean":
         gradient = gradient / slots.count[:, :, None, None, None]

@@ -5,6 +5,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from ttt_jax.inner_loop.backends import backend_of
+from ttt_kernels import compat
+from ttt_kernels.chunk_products import chunk_states
+
 # (decay, values, initial, ahead), as for ``prefix``, to: what the first chunk starts from, the
 # prefix, and the state after the last chunk.
 Scan = Callable[
@@ -14,19 +18,54 @@ Scan = Callable[
 _TRIANGULAR_LIMIT = 128  # chunks up to which a triangular product beats the scan
 
 
-def scan_of(token_dtype: jnp.dtype, implementation: str | None) -> Scan:
+def scan_of(
+    token_dtype: jnp.dtype, implementation: str | None, backend: str | None = "xla"
+) -> Scan:
     """``prefix`` and ``total`` as a ``Scan``: the chunks at hand are all there are.
 
     States are read in the dtype of the tokens: where that has 16 bits, the products of a triangular
     prefix need not be exact to float32 (on a Hopper GPU they then take a fifth of the time). The
     last state, which is handed on, always is.
+
+    Args:
+      token_dtype: of the tokens.
+      implementation: of ``prefix``; ``None`` picks.
+      backend: of the operations of ``ttt_kernels``; with Hopper's kernels ``chunk_states`` is the
+        prefix, and the states come in the dtype of the tokens.
     """
+    if implementation is None and _has_kernel(token_dtype, backend):
+        return _kernel_scan(token_dtype)
     short = jnp.dtype(token_dtype).itemsize == 2
     precision = jax.lax.Precision.HIGH if short else jax.lax.Precision.HIGHEST
 
     def scan(decay, values, initial, ahead):
         states = prefix(decay, values, initial, implementation, ahead, precision)
         return initial, states, total(decay, values, initial)
+
+    return scan
+
+
+def _has_kernel(token_dtype: jnp.dtype, backend: str | None) -> bool:
+    """Whether a backend, or with ``None`` the device at hand, has a kernel for the prefix."""
+    backend = backend_of("chunk_products", backend)
+    named = backend == "mosaic_gpu"
+    return token_dtype == jnp.bfloat16 and (named or not backend and not compat.hopper_problem())
+
+
+def _kernel_scan(token_dtype: jnp.dtype) -> Scan:
+    """``chunk_states`` as a ``Scan``; decays of channels, which it has not, by XLA."""
+    by_channel = scan_of(token_dtype, "associative_scan")
+
+    def scan(decay, values, initial, ahead):
+        if decay is not None and decay.shape[3] != 1:
+            return by_channel(decay, values, initial, ahead)
+        if decay is not None:
+            decay = jnp.broadcast_to(decay[..., 0, 0], values.shape[:3])
+        states, last = chunk_states(
+            values, initial, decay=decay, include_own=not ahead, dtype=token_dtype,
+            implementation="mosaic_gpu",
+        )
+        return initial, states, last
 
     return scan
 

@@ -59,10 +59,11 @@ def run(
     state, before = start, start.weights[name][:, :, None]
     if full:
         done = _cut(tokens, 0, full * chunk)
-        keys = _features(spec, static, done["k"], _rates(spec, done["lr"]), backend)
+        keys, rates = _rated_features(spec, static, done["k"], _rates(spec, done["lr"]), backend)
         values = _values(spec, static, done)
         descents = chunk_summaries(
-            keys, values, chunk, dtype=_summary_dtype(spec, dtype), implementation=products
+            keys, values, chunk, rates=rates, dtype=_summary_dtype(spec, dtype),
+            implementation=products,
         )
         if spec.loss.reduction == "mean":
             descents = descents / chunk
@@ -70,14 +71,14 @@ def run(
             _chunk_means(spec.momentum, done["momentum"], start, full),
             _chunk_means(spec.forget, done["forget"], start, full),
         )
-        scan = scan_of(dtype, implementation)
+        scan = scan_of(dtype, implementation, backend)
         found = parallel.accumulate(
             spec, descents, gates, dtype, start, start, scan, backend, ahead=True
         )
         state, before = found.final, found.weights
         if rest:
             before = jnp.concatenate([before, state.weights[name][:, :, None]], 2)
-    queries = _features(spec, static, tokens["q"], None, backend)
+    queries, _ = _rated_features(spec, static, tokens["q"], None, backend)
     out = chunk_outputs(queries, before, chunk, implementation=products)
     gate = _by_head(lambda x: spec.fast_net.gate(static, x), tokens["q"])
     unfinished = head_major(**_cut(tokens, full * chunk, time))
@@ -87,10 +88,14 @@ def run(
 
 
 def _summary_dtype(spec: InnerLoop, token_dtype: jnp.dtype) -> jnp.dtype | None:
-    """That of Newton-Schulz where nothing else reads the sums: it rounds them first of all."""
-    if spec.orthogonalise is None or spec.momentum is not None or spec.loss.reduction == "mean":
+    """That in which the sums are read: the tokens', or Newton-Schulz's; ``None`` is float32.
+
+    Momentum and weights are float32 sums of them, whose error is then one rounding of each sum.
+    """
+    if spec.clip or spec.loss.reduction == "mean":  # what divides them comes first
         return None
-    return jnp.dtype(spec.orthogonalise.dtype or token_dtype)
+    muon = spec.orthogonalise
+    return jnp.dtype(muon.dtype if muon is not None and muon.dtype else token_dtype)
 
 
 def _cut(tokens, begin: int, end: int) -> dict[str, jax.Array | None]:
@@ -106,21 +111,28 @@ def _by_head(function, x: jax.Array) -> jax.Array | None:
     return jnp.swapaxes(found, 1, 2)
 
 
-def _features(
+def _rated_features(
     spec: InnerLoop,
     static: Weights,
     x: jax.Array,
     rate: jax.Array | float | None,
     backend: str | None,
-) -> jax.Array:
-    """``rate φ(x)``, with a rate of ``[batch, time, heads, 1 or channels]``, a number or none."""
-    if type(spec.fast_net) is SwiGLU and (rate is None or jnp.shape(rate)[3:] in ((), (1,))):
+) -> tuple[jax.Array, jax.Array | None]:
+    """``rate φ(x)`` for a rate of ``[batch, time, heads, 1 or channels]``, a number or none.
+
+    The second result is what ``chunk_summaries`` is left to multiply with: ``[batch, time, heads]``
+    or ``None``.
+    """
+    by_token = rate is not None and jnp.shape(rate)[3:] == (1,)
+    if type(spec.fast_net) is SwiGLU and (by_token or rate is None or jnp.ndim(rate) == 0):
         rates = None if rate is None else jnp.broadcast_to(rate, (*x.shape[:3], 1))[..., 0]
         weights = {n: w.reshape(-1, *w.shape[-3:]) for n, w in static.items()}
         backend = backend_of("fast_weight_hidden", backend)
-        return fast_weight_hidden(weights, x, rates, implementation=backend)
+        return fast_weight_hidden(weights, x, rates, implementation=backend), None
     found = _by_head(lambda x: spec.fast_net.features(static, x), x)
-    return found if rate is None else (found * rate).astype(found.dtype)
+    if rate is None or by_token:
+        return found, None if rate is None else rate[..., 0]
+    return (found * rate).astype(found.dtype), None
 
 
 def _rates(spec: InnerLoop, lr: jax.Array | None):
