@@ -25,6 +25,7 @@ from tests.tiny_run import program_environment
 from tests.tolerances import assert_close, tolerance
 from ttt_jax import presets
 from ttt_jax.inner_loop import sequence_parallel
+from ttt_jax.inner_loop.updates import initial_state
 
 _ROOT = pathlib.Path(__file__).parent.parent
 _DEVICES, _TIME = 4, 24
@@ -74,32 +75,41 @@ def _gradients(spec, options, weights, tokens, ids, state, devices):
         return cases.run(spec, weights, tokens, ids, state)
 
     def parts(weights, tokens, state):
-        def part(tokens, ids):
-            rest = {name: x for name, x in tokens.items() if name not in "qkv"}
-            out, final = sequence_parallel.ttt(
-                spec, weights, tokens["q"], tokens["k"], tokens["v"], axis_name="seq",
-                segment_ids=ids, initial_state=state, **rest, **dict(options),
-            )  # fmt: skip
-            return out, sequence_parallel.final_state(final, "seq")
+        return _parts(spec, weights, tokens, ids, state, **dict(options))
 
-        cut = jax.tree.map(_cut, (tokens, ids))
-        outs, finals = jax.vmap(part, axis_name="seq")(*cut)
-        out = jnp.concatenate(list(outs), 1)
-        return out, jax.tree.map(lambda x: x[0], finals)
+    return _pull_back(whole if devices is None else parts, weights, tokens, state)
 
-    def loss(floats, run):
+
+def _parts(spec, weights, tokens, ids, state, **options):
+    """Outputs and final state of the parts, each in a place of its own along "seq"."""
+
+    def part(tokens, ids):
+        rest = {name: x for name, x in tokens.items() if name not in "qkv"}
+        out, final = sequence_parallel.ttt(
+            spec, weights, tokens["q"], tokens["k"], tokens["v"], axis_name="seq",
+            segment_ids=ids, initial_state=state, **rest, **options,
+        )  # fmt: skip
+        return out, sequence_parallel.final_state(final, "seq")
+
+    cut = jax.tree.map(_cut, (tokens, ids))
+    outs, finals = jax.vmap(part, axis_name="seq")(*cut)
+    return jnp.concatenate(list(outs), 1), jax.tree.map(lambda x: x[0], finals)
+
+
+def _pull_back(run, weights, tokens, state):
+    """Gradients of weights, tokens and carried state, with outputs and final state."""
+
+    def loss(floats):
         weights, tokens, leaves = floats
-        carried = jax.tree.unflatten(jax.tree.structure(state), leaves)
-        out, final = run(weights, tokens, carried)
+        out, final = run(weights, tokens, jax.tree.unflatten(jax.tree.structure(state), leaves))
         leaves = [x for _, x in cases.named_leaves((out, final))]
         total = sum(
             jnp.sum(x * np.random.default_rng(n).normal(size=x.shape)) for n, x in enumerate(leaves)
         )
         return total, (out, final)
 
-    floats = (weights, tokens, jax.tree.leaves(state))
     gradient = jax.grad(loss, has_aux=True, allow_int=True)
-    return gradient(floats, whole if devices is None else parts)
+    return gradient((weights, tokens, jax.tree.leaves(state)))
 
 
 def _cut(x):
@@ -179,6 +189,38 @@ INCLUSIVE = _v(5, chunk_size=3, order="update_then_apply")
 
 def test_chunks_that_end_at_the_cuts():
     _compare(INCLUSIVE, {}, None, carried=False)
+
+
+def test_spans_are_the_union_of_what_the_devices_have_of_them():
+    """Two updates of two steps, gates, means over tokens, from a carried state."""
+    loss = dataclasses.replace(presets.lact_llm(0).loss, reduction="mean")
+    # The weight norm is what makes an update no sum of the devices' own.
+    fields = dict(chunk_size=None, forget="per_token", loss=loss, orthogonalise=None, steps=2)
+
+    def spec(given, time):
+        spans = (ttt_jax.Span(0, given, True, True), ttt_jax.Span(given, time, True, True))
+        return _v(0, order=spans, **fields)
+
+    # The whole has the first four tokens of every device, then the last two of each.
+    first = np.arange(_TIME).reshape(_DEVICES, -1)[:, :4].ravel()
+    order = np.concatenate([first, np.setdiff1d(np.arange(_TIME), first)])
+
+    def whole(weights, tokens, state):
+        tokens = jax.tree.map(lambda x: x[:, order], tokens)
+        out, final = cases.run(spec(len(first), _TIME), weights, tokens, None, state)
+        return out[:, np.argsort(order)], final
+
+    def parts(weights, tokens, state):
+        return _parts(spec(4, _TIME // _DEVICES), weights, tokens, None, state)
+
+    with jax.enable_x64(True):
+        weights, tokens = cases.arguments(spec(1, 2), time=_TIME, dim=3)
+        state = jax.tree.map(lambda x: 1.1 * x + 0.1, initial_state(spec(1, 2), weights, 2))
+        runs = (jax.jit(functools.partial(_pull_back, run)) for run in (parts, whole))
+        found, expected = (run(weights, tokens, state) for run in runs)
+        leaves = zip(*map(cases.named_leaves, (found, expected)), strict=True)
+        for (name, a), (_, b) in leaves:
+            assert_close(a, b, 1e-11, name)
 
 
 @pytest.mark.parametrize(

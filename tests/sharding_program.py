@@ -74,23 +74,24 @@ def make_batch():
 
 
 class Setup(NamedTuple):
-    """What is trained: a model's configuration, a loss, and a batch."""
+    """What is trained: a model's configuration, a loss, a batch, and how its rows are cut."""
 
     model: Any
     loss: Any
     batch: dict[str, np.ndarray]
+    rows: str
 
 
 def make_setup(name: str) -> Setup:
     """A language model by its variant, or a vision model with its task's own loss and data."""
     if name.isdigit():
-        return Setup(model_config(int(name)), make_token_loss(8), make_batch())
+        return Setup(model_config(int(name)), make_token_loss(8), make_batch(), "batch")
     config = {"vittt": vittt, "lact_nvs": lact_nvs}[name].get_config("tiny")
     config.data.batch_size = _ROWS
     if name == "lact_nvs":
         config.model.num_fast_heads = 4  # divides by every mesh
     task = make_task(config)
-    return Setup(config.model, task.loss, next(iter(task.batches("train"))))
+    return Setup(config.model, task.loss, next(iter(task.batches("train"))), task.rows)
 
 
 class Run:
@@ -101,7 +102,7 @@ class Run:
         self.mesh = sharding.make_mesh(**sizes, devices=devices)
         self.loss, options = setup.loss, OptimizerConfig(warmup_steps=0)
         self.whole = train_step.make_trainee(setup.model, options, 10, self.mesh)
-        rows = sharding.batch_sharding(self.mesh, _ROWS // 2)
+        rows = sharding.batch_sharding(self.mesh, _ROWS // 2, setup.rows)
         self.batch = sharding.place_batch(setup.batch, rows)
         self.step = train_step.make_train_step(self.whole, self.loss, accumulation_steps=2)
 

@@ -21,7 +21,6 @@ _ROOT = pathlib.Path(__file__).parent.parent
 
 
 _EVERYTHING = ("fsdp 2, seq 2, model 2",)
-_WITHOUT_SEQ = ("data 8", "fsdp 8", "data 2, model 4", "fsdp 4, model 2")
 _OTHERS = ("data 8", "fsdp 8", "data 2, model 4", "data 2, seq 4")
 
 
@@ -35,7 +34,11 @@ _OTHERS = ("data 8", "fsdp 8", "data 2, model 4", "data 2, seq 4")
             for name in (0, 6)
         ),
         *(
-            pytest.param((name, _WITHOUT_SEQ), id=name, marks=pytest.mark.exhaustive)
+            pytest.param(
+                (name, ("fsdp 4, model 2", *_OTHERS, *_EVERYTHING)),
+                id=name,
+                marks=pytest.mark.exhaustive,
+            )
             for name in ("vittt", "lact_nvs")
         ),
     ],
@@ -89,8 +92,11 @@ def test_a_batch_that_does_not_divide_is_refused():
     class Mesh:
         shape = {"data": 2, "fsdp": 4, "seq": 1, "model": 1}
 
-    with pytest.raises(ValueError, match=r"batch_size=12 .* a multiple of mesh.data"):
+    with pytest.raises(ValueError, match=r"batch_size=12 .* of mesh.data \* mesh.fsdp = 8"):
         sharding.batch_sharding(Mesh(), 12)
+    Mesh.shape = {"data": 2, "fsdp": 1, "seq": 4, "model": 1}
+    with pytest.raises(ValueError, match=r"batch_size=12 .* mesh.fsdp \* mesh.seq = 8"):
+        sharding.batch_sharding(Mesh(), 12, "images")
 
 
 @pytest.mark.parametrize(
@@ -100,6 +106,8 @@ def test_a_batch_that_does_not_divide_is_refused():
         (("layers", "embed", "heads"), (3, 8, 8), (None, "fsdp", "model")),
         (("batch", "seq", "embed"), (8, 6, 8), (("data", "fsdp"), "seq", None)),
         (("batch", "seq", "embed"), (8, 5, 8), (("data", "fsdp"), None, None)),
+        (("images", None, "embed"), (8, 6, 8), (("data", "fsdp", "seq"), None, None)),
+        (("parts", None, "heads"), (8, 6, 8), (("seq", "data", "fsdp"), None, "model")),
         (("vocab", "embed"), (258, 8), (None, "fsdp")),
         (("heads", "mlp"), (4, 8), ("model", None)),
         (("heads", None, None), (3, 8, 8), (None, None, None)),
@@ -127,8 +135,10 @@ def test_sequences_that_do_not_divide_are_refused():
     config = Config(model=lact_llm.preset("tiny"), mesh=MeshConfig(seq=3))
     with pytest.raises(ValueError, match=r"data.sequence_length=512: .* config.mesh.seq=3"):
         config.validate()
-    for name in (vittt, lact_nvs):
-        config = name.get_config("tiny")
-        config.mesh.seq = 2
-        with pytest.raises(ValueError, match=r"mesh.seq=2: cuts rows of text; images and views"):
-            config.validate()
+    config = lact_nvs.get_config("tiny")
+    config.data.target_views, config.mesh.seq = 6, 4
+    with pytest.raises(ValueError, match=r"data.target_views=6: .* config.mesh.seq=4"):
+        config.validate()
+    config = vittt.get_config("tiny")
+    config.mesh.seq = 3  # images are rows of their own on each device
+    config.validate()

@@ -63,6 +63,14 @@ class DataConfig:
     pack: bool = True
     reset_documents: bool = True
 
+    def cut_by_seq(self) -> tuple[str, ...]:
+        """Names the fields that mesh.seq must divide.
+
+        >>> DataConfig().cut_by_seq()
+        ('sequence_length',)
+        """
+        return ("sequence_length",)
+
     def separates_documents(self) -> bool:
         """Tells whether the model must be told where documents end.
 
@@ -194,8 +202,8 @@ class MeshConfig:
     Attributes:
       data: copies of the model, each on its own rows of the batch.
       fsdp: devices that split the rows and also hold one slice of each parameter.
-      seq: devices that split the tokens of each row of text; it divides the sequence length.
-        Images and views are not cut.
+      seq: devices that split the tokens of each row of text, or the views of each scene, and
+        divides them; images are not cut: it splits rows of the batch, like data.
       model: devices that split heads, hidden units and vocabulary.
 
     >>> MeshConfig(fsdp=8).validate()
@@ -243,11 +251,10 @@ class Config:
         rule = f"must be a multiple of config.train.accumulation_steps={parts}"
         _check(self.data.batch_size % parts == 0, "data.batch_size", self.data.batch_size, rule)
         if self.mesh.seq > 1:
-            length = getattr(self.data, "sequence_length", None)
-            rule = "cuts rows of text; images and views are not cut: use data, fsdp and model"
-            _check(length is not None, "mesh.seq", self.mesh.seq, rule)
             rule = f"must be a multiple of config.mesh.seq={self.mesh.seq}"
-            _check(length % self.mesh.seq == 0, "data.sequence_length", length, rule)
+            for name in self.data.cut_by_seq():
+                count = getattr(self.data, name)
+                _check(count % self.mesh.seq == 0, f"data.{name}", count, rule)
 
 
 def to_dict(config: Any) -> dict[str, Any]:

@@ -52,6 +52,14 @@ class ImageConfig:
     cutmix_alpha: float = 0.0
     label_smoothing: float = 0.0
 
+    def cut_by_seq(self) -> tuple[str, ...]:
+        """Names the fields that mesh.seq must divide: none, seq splits rows of the batch.
+
+        >>> ImageConfig().cut_by_seq()
+        ()
+        """
+        return ()
+
     def validate(self) -> None:
         """Checks every field. Raises ValueError naming the field, its value and the rule."""
         _check(bool(self.source), "source", self.source, 'name "builtin", a folder or "tfds:NAME"')

@@ -57,6 +57,14 @@ class ViewsConfig:
     shuffle_seed: int = 0
     num_workers: int = 0
 
+    def cut_by_seq(self) -> tuple[str, ...]:
+        """Names the fields that mesh.seq must divide.
+
+        >>> ViewsConfig().cut_by_seq()
+        ('input_views', 'target_views')
+        """
+        return ("input_views", "target_views")
+
     def validate(self) -> None:
         """Checks every field. Raises ValueError naming the field, its value and the rule."""
         counts = ("height", "width", "input_views", "target_views", "eval_scenes", "batch_size")

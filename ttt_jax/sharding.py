@@ -19,6 +19,8 @@ MESH_AXES = ("data", "fsdp", "seq", "model")
 # Logical name -> mesh axes. A name that is missing here, and None, stay whole on every device.
 LOGICAL_RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp"),
+    "images": ("data", "fsdp", "seq"),  # rows that are not cut themselves: seq takes rows, too
+    "parts": ("seq", "data", "fsdp"),  # rows that are parts of scenes, see `layers.scene_parts`
     "seq": ("seq",),
     "embed": ("fsdp",),
     "mlp": ("model",),
@@ -126,6 +128,17 @@ def constrain(x: jax.Array, names: AxisNames) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, partition_spec(names, x.shape, sizes))
 
 
+def sequence_devices() -> int:
+    """Counts the devices along the sequence axis of the ambient mesh; 1 without a mesh.
+
+    >>> sequence_devices()
+    1
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    (axis,) = LOGICAL_RULES["seq"]
+    return 1 if mesh.empty or axis in mesh.manual_axes else mesh.shape.get(axis, 1)
+
+
 def sequence_parts(length: int) -> int:
     """Counts the stretches into which the ambient mesh cuts a sequence; 1 without a mesh.
 
@@ -138,9 +151,7 @@ def sequence_parts(length: int) -> int:
     >>> sequence_parts(512)
     1
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    (axis,) = LOGICAL_RULES["seq"]
-    parts = 1 if mesh.empty or axis in mesh.manual_axes else mesh.shape.get(axis, 1)
+    parts = sequence_devices()
     if length % parts:
         raise ValueError(
             f"sequence_length={length} must be a multiple of mesh.seq={parts}: every device holds "
@@ -287,8 +298,13 @@ def like_params(tree: Any, params: Any, mesh: Mesh) -> Any:
     return jax.tree_util.tree_map_with_path(place, tree)
 
 
-def batch_sharding(mesh: Mesh, batch_size: int) -> NamedSharding:
-    """Returns the sharding of a batch [B, ...]: rows over data and fsdp.
+def batch_sharding(mesh: Mesh, batch_size: int, rows: str = "batch") -> NamedSharding:
+    """Returns the sharding of a batch [B, ...]: its rows are cut, the rest of each is whole.
+
+    Args:
+      mesh: a mesh of `make_mesh`.
+      batch_size: B.
+      rows: logical name of the rows: "batch", or "images", which seq splits, too.
 
     Raises:
       ValueError: the rows do not divide evenly over the devices that split them.
@@ -296,22 +312,26 @@ def batch_sharding(mesh: Mesh, batch_size: int) -> NamedSharding:
     >>> tuple(batch_sharding(make_mesh(devices=jax.devices()[:1]), 4).spec)
     (('data', 'fsdp'),)
     """
-    parts = mesh.shape["data"] * mesh.shape["fsdp"]
+    axes = LOGICAL_RULES[rows]
+    parts = math.prod(mesh.shape[axis] for axis in axes)
     if batch_size % parts:
         raise ValueError(
             f"config.data.batch_size={batch_size} (over accumulation_steps) must be a multiple of "
-            f"mesh.data * mesh.fsdp = {parts}: change the batch size or the mesh"
+            f"{' * '.join(f'mesh.{axis}' for axis in axes)} = {parts}: change the batch size or "
+            "the mesh"
         )
-    return NamedSharding(mesh, PartitionSpec(LOGICAL_RULES["batch"]))
+    return NamedSharding(mesh, PartitionSpec(axes))
 
 
-def row_block(mesh: Mesh) -> tuple[int, int]:
+def row_block(mesh: Mesh, rows: str = "batch") -> tuple[int, int]:
     """Says which block of each batch's rows this process reads, and how many blocks there are.
 
-    Processes whose devices hold the same rows, because seq or model spans them, read the same ones.
+    Processes whose devices hold the same rows, because an axis that does not split rows spans
+    them, read the same ones.
 
     Args:
       mesh: a mesh of `make_mesh`.
+      rows: as in `batch_sharding`.
 
     Returns:
       (number of this process's block, number of blocks).
@@ -322,16 +342,17 @@ def row_block(mesh: Mesh) -> tuple[int, int]:
     >>> row_block(make_mesh(devices=jax.devices()[:1]))
     (0, 1)
     """
-    parts = mesh.shape["data"] * mesh.shape["fsdp"]
+    parts = math.prod(mesh.shape[axis] for axis in LOGICAL_RULES[rows])
+    placement = batch_sharding(mesh, parts, rows)
     held: dict[int, set[int]] = {}
-    for device, (rows,) in batch_sharding(mesh, parts).devices_indices_map((parts,)).items():
-        held.setdefault(device.process_index, set()).add(rows.start or 0)
-    blocks = sorted({tuple(sorted(rows)) for rows in held.values()})
+    for device, (cut,) in placement.devices_indices_map((parts,)).items():
+        held.setdefault(device.process_index, set()).add(cut.start or 0)
+    blocks = sorted({tuple(sorted(found)) for found in held.values()})
     if sum(map(len, blocks)) != parts or len({len(block) for block in blocks}) != 1:
         raise ValueError(
             f"config.mesh: {dict(mesh.shape)} gives the {len(held)} processes rows of a batch that "
-            "overlap in part; make mesh.seq * mesh.model a divisor or a multiple of the "
-            f"{jax.local_device_count()} devices of a process"
+            "overlap in part; make the product of the axes that split no rows a divisor or a "
+            f"multiple of the {jax.local_device_count()} devices of a process"
         )
     return blocks.index(tuple(sorted(held[jax.process_index()]))), len(blocks)
 

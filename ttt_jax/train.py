@@ -71,14 +71,13 @@ def main(config: Any, workdir: str | os.PathLike[str]) -> int:
 
     # ------------------------------------------------------------------ devices
     mesh = sharding.make_mesh(**dataclasses.asdict(config.mesh))
-    placement = sharding.batch_sharding(
-        mesh, config.data.batch_size // config.train.accumulation_steps
-    )
     shape = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
     note(f"Devices: {mesh.size} x {jax.devices()[0].device_kind} ({shape})")
 
     # ------------------------------------------------------------------ data
     task = make_task(config)
+    rows = config.data.batch_size // config.train.accumulation_steps
+    placement = sharding.batch_sharding(mesh, rows, task.rows)
     note(task.describe())
     train_batches = task.batches("train", mesh)
 

@@ -52,7 +52,8 @@ def _train_program(config: Any, mesh: Mesh) -> Program:
     """Loss, gradient and update of one batch, as `ttt_jax.train` runs them."""
     task = tasks.make_task(config)
     train = config.train
-    placement = sharding.batch_sharding(mesh, config.data.batch_size // train.accumulation_steps)
+    rows = config.data.batch_size // train.accumulation_steps
+    placement = sharding.batch_sharding(mesh, rows, task.rows)
     trainee = make_trainee(
         config.model, config.optimizer, train.steps, mesh, averaged=train.ema_decay > 0
     )

@@ -100,7 +100,8 @@ def measure(config: Config, steps: int) -> list[Row]:
     )
     batch = make_batch(task)
     with jax.set_mesh(mesh):
-        placed = sharding.place_batch(batch, sharding.batch_sharding(mesh, config.data.batch_size))
+        rows = sharding.batch_sharding(mesh, config.data.batch_size, task.rows)
+        placed = sharding.place_batch(batch, rows)
         state = init_state(trainee, config.train.seed)
 
         def forward(state: TrainState, batch: Any) -> Any:

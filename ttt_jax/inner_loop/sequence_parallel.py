@@ -3,19 +3,20 @@
 ``ttt`` is called inside ``jax.shard_map`` with each device's stretch of the tokens and gives what
 ``ttt_jax.ttt`` gives for the whole sequence. Where no update depends on the state it is one pass:
 each device sums up its chunks, a prefix over devices gives it the state at its left edge.
-Sequential updates run as a pipeline over heads and rows.
+Sequential updates run as a pipeline over heads and rows; an explicit list of spans, each of which
+all devices share, sums every update over the devices.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ttt_jax.inner_loop import delta
+from ttt_jax.inner_loop import delta, spans
 from ttt_jax.inner_loop import sequence_parallel_forms as forms
 from ttt_jax.inner_loop import sequence_parallel_pipeline as pipeline
 from ttt_jax.inner_loop.api import Choice, Mode, choose
 from ttt_jax.inner_loop.checks import check_arguments
-from ttt_jax.inner_loop.chunks import head_major
+from ttt_jax.inner_loop.chunks import Tokens, head_major
 from ttt_jax.inner_loop.fast_nets import Linear, Weights
 from ttt_jax.inner_loop.sequence_parallel_documents import left_edge
 from ttt_jax.inner_loop.sequence_parallel_exchange import EXCHANGES, Exchange
@@ -48,7 +49,8 @@ def ttt(
     Device ``p`` of ``axis_name`` holds the ``p``-th of equal stretches. Chunks and documents are
     those of the whole sequence: both may lie across the cuts (tokens of unfinished chunks then
     move to the right, too; without documents a stretch that is a multiple of ``chunk_size`` saves
-    that). Use ``check_vma=False``.
+    that). Spans count a device's own tokens: span ``n`` of the whole is the union of the devices'
+    spans ``n``, within which order does not matter. Use ``check_vma=False``.
 
     Args:
       spec: the inner loop.
@@ -65,7 +67,7 @@ def ttt(
       segment_ids: ``[batch, time / devices]``, ids of the whole sequence's documents.
       initial_state: the state that the sequence continues, the same on all devices.
       mode: ``"parallel"``, ``"kernel"`` (kernels on each device), ``"recurrent"`` (the pipeline)
-        or ``"auto"``; a named mode runs or raises.
+        or ``"auto"``; a named mode runs or raises. Spans run one after another in each.
       implementation: as in ``ttt_jax.ttt``.
       exchange: of states: ``"all_gather"``, ``"ring"``, or ``None`` for the fewest bytes.
       groups: of rows times heads in the pipeline, or ``None`` for ``number_of_groups``.
@@ -99,32 +101,53 @@ def ttt(
     )
     if exchange not in (None, *EXCHANGES):
         raise ValueError(f"{exchange=}: use one of {EXCHANGES} or None")
-    devices, length = lax.axis_size(axis_name), k.shape[1]
-    channel_gate = delta.has_channel_gate(forget)
-    form, prefix, backend = _choose(spec, mode, implementation, channel_gate)
-    check_cut(spec, length, devices, segment_ids is not None, axis_name)
-    if form == "pipeline" and (q.shape[0] * q.shape[2]) % (groups or 1):
-        raise ValueError(
-            f"{groups=} must divide rows times heads of a device, {q.shape[0]} * {q.shape[2]}"
-        )
+    chosen = _choose(spec, mode, implementation, delta.has_channel_gate(forget))
+    devices = lax.axis_size(axis_name)
+    check_cut(spec, k.shape[1], devices, segment_ids is not None, axis_name)
     tokens = head_major(q, k, v, lr, momentum, forget, erase)
     if spec.query == "key":
         tokens = tokens._replace(q=tokens.k)
     start = start_state(spec, weights, k.shape[0])
     static = {name: w for name, w in weights.items() if name not in spec.trained}
+    if chosen.form == "spans":
+        carried = initial_state or start
+        out, state = spans.run(spec, static, tokens, carried, start, chosen.backend, axis_name)
+    else:
+        out, state = _run(
+            spec, static, tokens, segment_ids, initial_state, start, axis_name, chosen, exchange,
+            groups,
+        )  # fmt: skip
+    return jnp.swapaxes(out, 1, 2), state
+
+
+def _run(
+    spec: InnerLoop,
+    static: Weights,
+    tokens: Tokens,
+    segment_ids: jax.Array | None,
+    initial_state: State | None,
+    start: State,
+    axis_name: str,
+    chosen: Choice,
+    exchange: Exchange | None,
+    groups: int | None,
+) -> tuple[jax.Array, State]:
+    """``ttt`` on head-major tokens of consecutive stretches."""
+    form, prefix, backend = chosen
+    rows, heads = tokens.k.shape[:2]
+    if form == "pipeline" and rows * heads % (groups or 1):
+        raise ValueError(f"{groups=} must divide rows times heads of a device, {rows} * {heads}")
     initial = initial_state or start
     edge = left_edge(
         spec, tokens, segment_ids, initial.buffer, initial_state is not None, axis_name
     )
     arguments = (spec, static, tokens, edge, initial._replace(buffer=None), start, axis_name)
     if form == "pipeline":
-        out, state = pipeline.run(*arguments, groups, backend)
-    elif form == "chunks":
-        out, state = forms.run_chunks(*arguments, exchange, prefix, backend)
-    else:
-        by_token = forms.run_tokens if form == "tokens" else forms.run_delta
-        out, state = by_token(*arguments, exchange, backend)
-    return jnp.swapaxes(out, 1, 2), state
+        return pipeline.run(*arguments, groups, backend)
+    if form == "chunks":
+        return forms.run_chunks(*arguments, exchange, prefix, backend)
+    by_token = forms.run_tokens if form == "tokens" else forms.run_delta
+    return by_token(*arguments, exchange, backend)
 
 
 def final_state(state, axis_name: str):
@@ -148,7 +171,7 @@ def form_of(spec: InnerLoop) -> str:
       spec: the inner loop; its forget gate has one number a head.
 
     Returns:
-      ``"chunks"``, ``"tokens"`` or ``"delta"``, one pass each, or ``"pipeline"``.
+      ``"chunks"``, ``"tokens"`` or ``"delta"``, one pass each, ``"spans"`` or ``"pipeline"``.
 
     >>> from ttt_jax.inner_loop import presets
     >>> [form_of(presets.lact_llm(n)) for n in (0, 2)]
@@ -164,6 +187,8 @@ def _choose(
 ) -> Choice:
     """The form that runs, with its implementation; raises where a named mode has none."""
     chosen = choose(spec, mode, implementation, channel_gate)
+    if not isinstance(spec.order, str):
+        return chosen._replace(form="spans")
     if chosen.form == "recurrent":
         return chosen._replace(form="pipeline")
     if spec.loss.state_free and not spec.erase and not channel_gate:
@@ -199,11 +224,11 @@ def check_cut(
       ValueError: naming the field, sequence length, chunk size and devices.
     """
     cut = f"sequence_length={length * devices} over mesh.{axis_name}={devices}"
-    if not isinstance(spec.order, str) or spec.chunk_size is None or spec.fast_net.mixes_tokens:
-        what = "explicit spans" if not isinstance(spec.order, str) else "one chunk of all tokens"
+    by_spans = not isinstance(spec.order, str)
+    if spec.fast_net.mixes_tokens or (spec.chunk_size is None and not by_spans):
         raise ValueError(
-            f"{what} with {cut}: the update reads tokens of several devices at once; use "
-            f"mesh.{axis_name}=1"
+            f"one chunk of all tokens with {cut}: the update reads tokens of several devices at "
+            f"once; use mesh.{axis_name}=1"
         )
     inclusive = spec.order == "update_then_apply" and spec.chunk_size > 1
     if inclusive and (documents or length % spec.chunk_size):

@@ -12,7 +12,7 @@ from ttt_jax.inner_loop.chunks import Tokens, stack_slots
 from ttt_jax.inner_loop.fast_nets import Weights
 from ttt_jax.inner_loop.prefix import scan_of
 from ttt_jax.inner_loop.spec import InnerLoop
-from ttt_jax.inner_loop.updates import State, apply, update
+from ttt_jax.inner_loop.updates import Slot, State, apply, update
 
 
 def run(
@@ -22,6 +22,7 @@ def run(
     initial: State,
     start: State,
     backend: str | None = "xla",
+    axis_name: str | None = None,
 ) -> tuple[jax.Array, State]:
     """Outputs (0 at tokens in no applied span) and the state after the last span, as written.
 
@@ -32,13 +33,16 @@ def run(
       initial: the state before the first span.
       start: the state from which a document starts.
       backend: of the operations of ``ttt_kernels``.
+      axis_name: a mesh axis whose devices have the rest of every span, or ``None``.
     """
     states = [initial]
     for span in spec.order:
         if span.update:
             stacked = stack_slots(spec, _cut(tokens, span), span.end - span.start, None)
             slot = jax.tree.map(lambda x: x[0], stacked)
-            states.append(update(spec, static, states[-1], slot, start, backend))
+            if axis_name is not None:
+                slot = _slot_of_all(slot, axis_name)
+            states.append(update(spec, static, states[-1], slot, start, backend, axis_name))
     return _read(spec, static, tokens, states, backend), states[-1]
 
 
@@ -91,6 +95,13 @@ def _read(
             read = apply(spec, static, states[done], _cut(tokens, span).q, backend)
             out = out.at[:, :, span.start : span.end].set(read.astype(out.dtype))
     return out
+
+
+def _slot_of_all(slot: Slot, axis_name: str) -> Slot:
+    """A slot that counts the tokens of all devices, and has their gates (means over tokens)."""
+    momentum, forget = jax.lax.pmean((slot.momentum, slot.forget), axis_name)
+    count = jax.lax.psum(slot.count, axis_name)
+    return slot._replace(momentum=momentum, forget=forget, count=count)
 
 
 def _cut(tokens: Tokens, span) -> Tokens:

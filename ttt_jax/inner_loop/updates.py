@@ -119,6 +119,7 @@ def update(
     slot: Slot,
     start: State,
     backend: str | None = "xla",
+    axis_name: str | None = None,
 ) -> State:
     """The state after one chunk.
 
@@ -129,6 +130,7 @@ def update(
       slot: the chunk.
       start: the state from which a new document starts.
       backend: of the operations of ``ttt_kernels``.
+      axis_name: a mesh axis whose devices have the rest of the chunk's tokens, or ``None``.
     """
     if slot.fresh is not None:
         state = select(slot.fresh, start, state)
@@ -136,7 +138,7 @@ def update(
     for step in range(spec.steps):
         forget = slot.forget if step == 0 else None
         learnt_at = start if spec.gradient_at == "start" else new
-        new = inner_step(spec, static, new, slot, forget, learnt_at, backend)
+        new = inner_step(spec, static, new, slot, forget, learnt_at, backend, axis_name)
     return new if slot.valid is None else select(slot.valid, new, state)
 
 
@@ -148,11 +150,12 @@ def inner_step(
     forget: jax.Array | None,
     learnt_at: State | None = None,
     backend: str | None = "xla",
+    axis_name: str | None = None,
 ) -> State:
     """The state after one inner step on one chunk.
 
     ``forget`` is the factor of this step, ``learnt_at`` holds the weights at which the gradient is
-    taken where they are not those of ``state``.
+    taken where they are not those of ``state``; ``axis_name`` is a mesh axis to sum it over.
     """
     weights = learning_weights(spec, learnt_at or state, forget)
     gradients = chunk_gradients(spec, {**static, **weights}, slot, backend)
@@ -161,6 +164,8 @@ def inner_step(
         name = spec.fast_net.last
         found = dense(read, state.weights[name])
         gradients[name] = gradients[name] - outer_products(write, found, None)
+    if axis_name is not None:
+        gradients = jax.lax.psum(gradients, axis_name)
     updates = gradients
     if spec.momentum is not None:
         updates = {name: slot.momentum * state.momentum[name] + gradients[name] for name in updates}

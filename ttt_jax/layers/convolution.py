@@ -43,7 +43,7 @@ class DepthwiseConv(nnx.Module):
         def convolve(x, kernel, bias):
             return depthwise_conv(x, kernel, bias, stride=self.stride, residual=residual)
 
-        images = ("batch", None, None, None)
+        images = ("images", None, None, None)
         with jax.named_scope("depthwise_conv"):
             arrays = x.astype(self.dtype), self.kernel[...], self.bias[...]
             return on_each_device(convolve, arrays, [images, (None, None), (None,)], images)

@@ -88,15 +88,18 @@ class ScheduledTTT(nnx.Module):
         per_token = spec.rate == "per_token"
         self.rate = Linear(hidden_size, size, **rates) if per_token else None
 
-    def __call__(self, x, spans: list[Span], initial_state: State | None = None):
+    def __call__(
+        self, x, spans: list[Span], initial_state: State | None = None, parts: int = 1
+    ):
         """Runs the spans, one after another.
 
         Args:
-          x: [batch, time, hidden], already normalised.
+          x: [batch, time, hidden], already normalised; rows are parts of scenes with parts > 1.
           spans: which tokens update the fast weights and to which they are applied; every token
             is in an applied span, or its output is zero.
           initial_state: the state to go on from, of an earlier call; None starts from the learned
             initial weights.
+          parts: as in `layers.sharded.sharded_spans`.
 
         Returns:
           ([batch, time, hidden] in the compute dtype, the state after the last span).
@@ -106,11 +109,11 @@ class ScheduledTTT(nnx.Module):
         """
         spec = dataclasses.replace(self.spec, order=tuple(spans))
         with jax.named_scope("ttt"):
-            parts = self.qkv.split(x.reshape(-1, x.shape[-1]))
-            heads = [y.reshape(*x.shape[:2], self.heads, -1) for y in parts]
+            qkv = self.qkv.split(x.reshape(-1, x.shape[-1]))
+            heads = [y.reshape(*x.shape[:2], self.heads, -1) for y in qkv]
             q, k, v = *map(_unit, heads[:2]), silu(heads[2])
             gates = {} if self.rate is None else {"lr": self._rates(x)}
-            options = dict(initial_state=initial_state, mode=self.mode)
+            options = dict(parts=parts, initial_state=initial_state, mode=self.mode)
             out, state = sharded_spans(spec, self.weights(), q, k, v, **options, **gates)
             return by_rows(self.out, self.norm(out).reshape(x.shape)), state
 

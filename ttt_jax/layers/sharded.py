@@ -14,7 +14,7 @@ from ttt_jax.inner_loop.api import ttt
 from ttt_jax.inner_loop.spec import InnerLoop
 from ttt_jax.layers.attention import causal_attention
 from ttt_jax.layers.attention_halo import halo_attention
-from ttt_jax.sharding import on_each_device, sequence_axis
+from ttt_jax.sharding import LOGICAL_RULES, on_each_device, sequence_axis
 
 _TOKENS = ("batch", "seq", "heads", None)
 
@@ -68,6 +68,7 @@ def sharded_ttt(
     segment_ids=None,
     mode: str = "auto",
     implementation: str | None = None,
+    rows: str = "batch",
     **gates,
 ):
     """`ttt_jax.ttt` on the ambient mesh, from initial weights, for training and evaluation.
@@ -81,6 +82,7 @@ def sharded_ttt(
       segment_ids: [batch, time] or None.
       mode: as in `ttt_jax.ttt`.
       implementation: likewise.
+      rows: logical name of the rows; "images" are never cut themselves.
       **gates: `lr`, `momentum` and `forget` as in `ttt_jax.ttt`, [batch, time, heads, ...].
 
     Returns:
@@ -97,13 +99,15 @@ def sharded_ttt(
     >>> out.shape, final["w"].shape
     ((1, 6, 2, 8), (1, 2, 8, 8))
     """
-    axis = sequence_axis(q.shape[1])
+    cut = rows == "batch"
+    axis = sequence_axis(q.shape[1]) if cut else None
+    by_token = (rows, "seq" if cut else None, "heads", None)
     tokens = {"q": q, "k": k, "v": v, **gates}
     if segment_ids is not None:
         tokens["segment_ids"] = segment_ids
     arrays = [*weights.values(), *tokens.values()]
     names = [("heads", None, None)] * len(weights)
-    names += [_TOKENS[: x.ndim] for x in tokens.values()]
+    names += [by_token[: x.ndim] for x in tokens.values()]
 
     def local(*arrays):
         parts = dict(zip(weights, arrays[: len(weights)], strict=True))
@@ -116,25 +120,31 @@ def sharded_ttt(
         final = jax.lax.stop_gradient(state.weights)
         return out, sequence_parallel.final_state(final, axis)
 
-    trained = {name: ("batch", "heads", None, None) for name in spec.trained}
-    return on_each_device(local, arrays, names, (_TOKENS, trained))
+    trained = {name: (rows, "heads", None, None) for name in spec.trained}
+    return on_each_device(local, arrays, names, (by_token, trained))
 
 
-def sharded_spans(spec: InnerLoop, weights, q, k, v, *, initial_state=None, mode="auto", **gates):
-    """`ttt_jax.ttt` over explicit spans on the ambient mesh; tokens stay whole on every device.
+def sharded_spans(
+    spec: InnerLoop, weights, q, k, v, *, parts=1, initial_state=None, mode="auto", **gates
+):
+    """`ttt_jax.ttt` over explicit spans on the ambient mesh.
 
     Args:
-      spec: the inner loop, whose order is a tuple of spans.
+      spec: the inner loop, whose order is a tuple of spans, in tokens of a row.
       weights: initial fast weights, name to [heads, in, out].
-      q: [batch, time, heads, key_dim].
+      q: [parts · batch, time, heads, key_dim]; row p · batch + b is part p of row b, and span n of
+        the whole row is the union of its parts' spans n.
       k: likewise.
-      v: [batch, time, heads, value_dim].
+      v: [parts · batch, time, heads, value_dim].
+      parts: 1, or the devices along mesh.seq: each has a part, and updates are summed over them
+        (an all-reduce of the gradients' size in each inner step).
       initial_state: the state to go on from, or None.
       mode: as in `ttt_jax.ttt`.
-      **gates: `lr`, `momentum` and `forget` as in `ttt_jax.ttt`, [batch, time, heads, ...].
+      **gates: `lr`, `momentum` and `forget` as in `ttt_jax.ttt`, rows and time as q.
 
     Returns:
-      (outputs [batch, time, heads, value_dim], the state after the last span).
+      (outputs [parts · batch, time, heads, value_dim], the state after the last span, whose rows
+      are [batch]).
 
     Raises:
       ValueError: as `ttt_jax.ttt`.
@@ -146,19 +156,25 @@ def sharded_spans(spec: InnerLoop, weights, q, k, v, *, initial_state=None, mode
     >>> out.shape, state.weights["w1"].shape
     ((1, 6, 2, 8), (1, 2, 8, 8))
     """
+    run = ttt
+    if parts > 1:
+        run = functools.partial(sequence_parallel.ttt, axis_name=LOGICAL_RULES["seq"][0])
     tokens = {"q": q, "k": k, "v": v, **gates}
+    tokens = {name: x.reshape(parts, -1, *x.shape[1:]) for name, x in tokens.items()}
     carried, structure = jax.tree.flatten(initial_state)
     arrays = [*weights.values(), *tokens.values(), *carried]
-    row_of_head, whole = ("batch", "heads", None, None), ("batch", None, "heads", None)
+    row_of_head, by_part = ("batch", "heads", None, None), ("seq", "batch", None, "heads", None)
     names = [("heads", None, None)] * len(weights)
-    names += [whole[: x.ndim] for x in tokens.values()] + [row_of_head] * len(carried)
+    names += [by_part[: x.ndim] for x in tokens.values()] + [row_of_head] * len(carried)
 
     def local(*arrays):
-        parts = dict(zip(weights, arrays, strict=False))
-        rest = dict(zip(tokens, arrays[len(weights) :], strict=False))
+        own = dict(zip(weights, arrays, strict=False))
+        rest = zip(tokens, arrays[len(weights) :], strict=False)
+        rest = {name: x[0] for name, x in rest}  # a device has one part of each row
         state = jax.tree.unflatten(structure, arrays[len(weights) + len(tokens) :])
-        return ttt(spec, parts, **rest, initial_state=state, mode=mode)
+        out, state = run(spec, own, **rest, initial_state=state, mode=mode)
+        return out[None], state
 
-    _, state = jax.eval_shape(local, *arrays)
-    out = (whole, jax.tree.map(lambda _: row_of_head, state))
-    return on_each_device(local, arrays, names, out)
+    # All leaves of a state are [batch, heads, ...]: one tuple of names serves them.
+    out, state = on_each_device(local, arrays, names, (by_part, row_of_head))
+    return out.reshape(*q.shape[:-1], -1), state

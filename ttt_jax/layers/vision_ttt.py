@@ -97,7 +97,7 @@ class VisionTTT(nnx.Module):
     def _gated(self, q, k, v):
         """The gated branch, [batch, tokens, heads, head size] in and out."""
         if not self._takes_kernel(q):
-            return sharded_ttt(self.spec, self.gated(), q, k, v, mode=self.mode)[0]
+            return sharded_ttt(self.spec, self.gated(), q, k, v, mode=self.mode, rows="images")[0]
         if self.spec.query == "key":
             q = k
 
@@ -105,7 +105,7 @@ class VisionTTT(nnx.Module):
             options = dict(scale=self.spec.loss.scale, clip=self.spec.clip)
             return glu_step({"w1": w1, "w2": w2}, q, k, v, **options)
 
-        weights, tokens = ("heads", None, None), ("batch", None, "heads", None)
+        weights, tokens = ("heads", None, None), ("images", None, "heads", None)
         arrays = (*(self.gated()[name] for name in ("w1", "w2")), q, k, v)
         return on_each_device(step, arrays, [weights] * 2 + [tokens] * 3, tokens)
 

@@ -22,6 +22,7 @@ from ttt_jax.models.vision import classifier, count_params
 from ttt_jax.models.vision_blocks import BlockStack, VisionBlock
 from ttt_jax.models.vision_config import check_image, check_numbers
 from ttt_jax.models.vittt import check_mode
+from ttt_jax.sharding import constrain
 
 _PATCH = 4  # pixels a token of the first stage
 
@@ -258,7 +259,8 @@ class HViTTT(nnx.Module):
             if index < len(self.downsamples):
                 x = self.downsamples[index](x, train=train)
         x = self.norm(x, train=train)
-        return jnp.mean(x, axis=(1, 2), dtype=at_least_float32(config.dtype))
+        x = jnp.mean(x, axis=(1, 2), dtype=at_least_float32(config.dtype))
+        return constrain(x, ("images", None))
 
     def __call__(self, images, *, key=None):
         """Scores of the classes; arguments as in `features`.

@@ -20,6 +20,7 @@ from ttt_jax.layers.layer_norm import LayerNorm
 from ttt_jax.layers.linear import Linear, by_rows
 from ttt_jax.layers.rays import Cameras, check_patches, patchify, pluecker_rays, unpatchify
 from ttt_jax.layers.rms_norm import at_least_float32
+from ttt_jax.layers.scene_parts import cut_views, join_views, view_parts
 from ttt_jax.layers.scheduled_ttt import ScheduledTTT
 from ttt_jax.models.lact_nvs_config import PRESETS, LactNVSConfig, preset
 from ttt_jax.sharding import constrain
@@ -68,22 +69,23 @@ class ViewBlock(nnx.Module):
         )
         self.mlp = GeluMLP(size, int(size * config.mlp_multiple), **options)
 
-    def __call__(self, x, state: State | None, spans: list[Span]):
+    def __call__(self, x, state: State | None, spans: list[Span], parts: int = 1):
         """Runs the block.
 
         Args:
-          x: [batch, views, tokens, hidden].
+          x: [batch, views, tokens, hidden], rows cut into parts as by `cut_views`.
           state: of the fast weights, or None for the initial ones.
-          spans: of the TTT layer, in tokens counted over all views.
+          spans: of the TTT layer, in tokens counted over all views of a row.
+          parts: parts of a scene, on the devices along mesh.seq.
 
         Returns:
           ([batch, views, tokens, hidden], the state after the spans).
         """
         batch, views, time, size = x.shape
-        names = ("batch", None, None, None)
+        names = _names(parts)
         rows = self.attention_norm(x).reshape(batch * views, time, size)
         x = constrain(x + self.attention(rows).reshape(x.shape), names)
-        mixed, state = self.ttt(self.ttt_norm(x).reshape(batch, -1, size), spans, state)
+        mixed, state = self.ttt(self.ttt_norm(x).reshape(batch, -1, size), spans, state, parts)
         x = constrain(x + mixed.reshape(x.shape), names)
         return constrain(x + self.mlp(self.mlp_norm(x)), names), state
 
@@ -146,14 +148,14 @@ class LactNVS(nnx.Module):
           ValueError: if shapes do not fit, or the patch size does not divide the image.
         """
         _check_views(images, cameras)
-        views, height, width = images.shape[1:4]
-        x = jnp.concatenate(
-            [self._tokens(cameras, images), self._tokens(target_cameras, None, height, width)], 1
-        )
-        inputs, total = views * x.shape[2], x.shape[1] * x.shape[2]
+        parts = view_parts(images.shape[1], target_cameras.poses.shape[1])
+        given = self._tokens(cameras, images, parts=parts)
+        asked = self._tokens(target_cameras, None, *images.shape[2:4], parts=parts)
+        x = jnp.concatenate([given, asked], 1)
+        inputs, total = (math.prod(y.shape[1:3]) for y in (given, x))
         spans = [Span(0, inputs, True, False), Span(0, total, False, True)]
-        x, _ = self._run(x, None, spans, keep_states=False)
-        return self._images(x[:, views:], height, width)
+        x, _ = self._run(x, None, spans, parts, keep_states=False)
+        return self._images(x[:, given.shape[1] :], *images.shape[2:4], parts)
 
     def reconstruct(self, images, cameras: Cameras) -> State:
         """Reads the input views into fast weights.
@@ -170,8 +172,9 @@ class LactNVS(nnx.Module):
           ValueError: as in `__call__`.
         """
         _check_views(images, cameras)
-        x = self._tokens(cameras, images)
-        return self._run(x, None, [Span(0, x.shape[1] * x.shape[2], True, True)])[1]
+        parts = view_parts(images.shape[1])
+        x = self._tokens(cameras, images, parts=parts)
+        return self._run(x, None, [Span(0, x.shape[1] * x.shape[2], True, True)], parts)[1]
 
     def render(self, states: State, target_cameras: Cameras, height: int, width: int):
         """Renders new views of a reconstructed scene.
@@ -188,9 +191,10 @@ class LactNVS(nnx.Module):
         Raises:
           ValueError: if shapes do not fit, or the patch size does not divide the image.
         """
-        x = self._tokens(target_cameras, None, height, width)
-        x, _ = self._run(x, states, [Span(0, x.shape[1] * x.shape[2], False, True)])
-        return self._images(x, height, width)
+        parts = view_parts(target_cameras.poses.shape[1])
+        x = self._tokens(target_cameras, None, height, width, parts)
+        x, _ = self._run(x, states, [Span(0, x.shape[1] * x.shape[2], False, True)], parts)
+        return self._images(x, height, width, parts)
 
     def num_params(self) -> int:
         """Number of parameters.
@@ -236,30 +240,32 @@ class LactNVS(nnx.Module):
         ends = 2 * size * pixels * (_CHANNELS * tokens + 3 * (tokens - inputs))
         return float(config.num_layers * layer + ends)
 
-    def _tokens(self, cameras: Cameras, images, height: int = 0, width: int = 0):
-        """[batch, views, tokens, hidden] of views with, or without (None), their colours."""
+    def _tokens(self, cameras: Cameras, images, height: int = 0, width: int = 0, parts: int = 1):
+        """[parts · batch, views / parts, tokens, hidden] of views with, or without, colours."""
         if images is not None:
             height, width = images.shape[2:4]
         check_patches(height, width, self.config.patch_size)
+        cameras, images = jax.tree.map(lambda x: cut_views(x, parts), (cameras, images))
         with jax.named_scope("embed"):
             rays = pluecker_rays(cameras, height, width)
             colour = jnp.zeros_like(rays[..., :3])
             if images is not None:
                 colour = images.astype(rays.dtype) * 2 - 1
             x = patchify(jnp.concatenate([rays, colour], -1), self.config.patch_size)
-            return constrain(self.embed_norm(by_rows(self.embed, x)), ("batch", None, None, None))
+            return constrain(self.embed_norm(by_rows(self.embed, x)), _names(parts))
 
-    def _images(self, x, height: int, width: int):
+    def _images(self, x, height: int, width: int, parts: int):
+        """[batch, target views, height, width, 3]."""
         with jax.named_scope("head"):
             dtype = at_least_float32(self.config.dtype)
             x = jax.nn.sigmoid(by_rows(self.head, self.norm(x), out_dtype=dtype))
-            return unpatchify(x, self.config.patch_size, height, width)
+            return join_views(unpatchify(x, self.config.patch_size, height, width), parts)
 
-    def _run(self, x, states, spans: list[Span], keep_states: bool = True):
+    def _run(self, x, states, spans: list[Span], parts: int, keep_states: bool = True):
         """All blocks; returns x and the layers' states."""
 
         def body(x, layer, state):
-            x, state = layer(x, state, spans)
+            x, state = layer(x, state, spans, parts)
             return x, state if keep_states else None
 
         if self.config.remat != "none":
@@ -274,6 +280,11 @@ class LactNVS(nnx.Module):
             x, state = body(x, layer, None if states is None else states[index])
             found.append(state)
         return x, tuple(found)
+
+
+def _names(parts: int) -> tuple[str | None, ...]:
+    """Logical axes of [rows, views, tokens, hidden], whose rows may be parts of scenes."""
+    return ("parts" if parts > 1 else "batch", None, None, None)
 
 
 def _check_views(images, cameras: Cameras) -> None:

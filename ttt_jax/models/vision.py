@@ -14,6 +14,7 @@ from ttt_jax.layers.layer_norm import LayerNorm
 from ttt_jax.layers.linear import Linear
 from ttt_jax.layers.rms_norm import at_least_float32
 from ttt_jax.models.vision_blocks import BlockStack, VisionBlock
+from ttt_jax.sharding import constrain
 
 
 class VisionModel(nnx.Module):
@@ -73,7 +74,8 @@ class VisionModel(nnx.Module):
         config = self.config
         rates = np.linspace(0.0, config.drop_path_rate, config.num_layers)
         x = self.blocks(self.patches(images), rates, key)
-        return jnp.mean(self.norm(x), axis=(1, 2), dtype=at_least_float32(config.dtype))
+        x = jnp.mean(self.norm(x), axis=(1, 2), dtype=at_least_float32(config.dtype))
+        return constrain(x, ("images", None))
 
     def __call__(self, images, *, key=None):
         """Scores of the classes; arguments as in `features`.

@@ -52,7 +52,7 @@ class VisionBlock(nnx.Module):
 
         def add(x, branch, key):
             branch = branch if key is None else drop_path(branch, rate, key)
-            return constrain(x + branch, ("batch", None, None, None))
+            return constrain(x + branch, ("images", None, None, None))
 
         x = self.position(x, residual=True)
         x = add(x, self.mixer(self.mixer_norm(x)), keys[0])

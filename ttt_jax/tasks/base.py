@@ -49,10 +49,13 @@ class Task(Protocol):
     Attributes:
       counted: what a rate counts, a plural noun: "tokens", "images", "views".
       loss_name: the loss with its unit, the label of the plot: "loss (nats per token)".
+      rows: logical name of a batch's rows (`ttt_jax.sharding`): "batch", or "images" where the
+        devices along mesh.seq take rows of their own instead of parts of each row.
     """
 
     counted: str
     loss_name: str
+    rows: str
 
     def __init__(self, config: Any):
         """Opens the data and checks it against the model.
@@ -114,12 +117,15 @@ class Task(Protocol):
         """Writes pictures of what the model does to `workdir`; returns their paths."""
 
 
-def rows_to_read(batch_size: int, mesh: Mesh | None) -> tuple[int, int, int]:
+def rows_to_read(
+    batch_size: int, mesh: Mesh | None, rows: str = "batch"
+) -> tuple[int, int, int]:
     """Says which rows of each batch this process reads.
 
     Args:
       batch_size: rows of a batch, over all processes.
       mesh: the device mesh; None for a process that reads all rows by itself.
+      rows: the logical name of rows, `Task.rows`.
 
     Returns:
       (rows to read, number of this block of rows, number of blocks); see `sharding.row_block`.
@@ -130,7 +136,7 @@ def rows_to_read(batch_size: int, mesh: Mesh | None) -> tuple[int, int, int]:
     >>> rows_to_read(8, None)
     (8, 0, 1)
     """
-    block, blocks = (0, 1) if mesh is None else sharding.row_block(mesh)
+    block, blocks = (0, 1) if mesh is None else sharding.row_block(mesh, rows)
     if batch_size % blocks:
         raise ValueError(
             f"config.data.batch_size={batch_size} must be a multiple of the {blocks} groups of "
@@ -139,7 +145,9 @@ def rows_to_read(batch_size: int, mesh: Mesh | None) -> tuple[int, int, int]:
     return batch_size // blocks, block, blocks
 
 
-def place_whole_rows(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
+def place_whole_rows(
+    batch: dict[str, np.ndarray], mesh: Mesh, rows: str = "batch"
+) -> dict[str, jax.Array]:
     """Puts this process's rows of an evaluation batch on the devices of the mesh."""
-    rows = next(iter(batch.values())).shape[0] * sharding.row_block(mesh)[1]
-    return sharding.place_batch(batch, sharding.batch_sharding(mesh, rows))
+    count = next(iter(batch.values())).shape[0] * sharding.row_block(mesh, rows)[1]
+    return sharding.place_batch(batch, sharding.batch_sharding(mesh, count, rows))

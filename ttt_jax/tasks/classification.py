@@ -30,6 +30,7 @@ class Classification:
 
     counted = "images"
     loss_name = "loss (nats per image)"
+    rows = "images"
 
     def __init__(self, config: Any):
         """Checks the model; the images are opened when they are first needed.
@@ -76,7 +77,7 @@ class Classification:
 
     def batches(self, split: str, mesh: Mesh | None = None) -> Any:
         """Opens this process's rows of a split, "train" or "eval" (see `Task.batches`)."""
-        rows, block, blocks = rows_to_read(self.data.batch_size, mesh)
+        rows, block, blocks = rows_to_read(self.data.batch_size, mesh, self.rows)
         return image_iterator(
             self._splits[split],
             self.data,
@@ -131,7 +132,7 @@ class Classification:
         eval_step = _eval_step(mesh)
         with jax.set_mesh(mesh):
             for number, batch in enumerate(self.batches("eval", mesh), start=1):
-                out = eval_step(graphdef, params, buffers, place_whole_rows(batch, mesh))
+                out = eval_step(graphdef, params, buffers, place_whole_rows(batch, mesh, self.rows))
                 scores.add(*(np.asarray(x) for x in out))
                 if number == max_batches:
                     break

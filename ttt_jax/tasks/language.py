@@ -26,6 +26,7 @@ class Language:
 
     counted = "tokens"
     loss_name = "loss (nats per token)"
+    rows = "batch"
 
     def __init__(self, config: Any):
         """Loads the tokenizer and checks it against the model.

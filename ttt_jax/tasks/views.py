@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ttt_jax.data.camera_paths import swing
 from ttt_jax.data.views import ViewSource, batch_shapes
 from ttt_jax.models.lact_nvs import Cameras, LactNVSConfig
+from ttt_jax.sharding import constrain
 from ttt_jax.tasks.base import Result, place_whole_rows, rows_to_read
 from ttt_jax.tasks.lpips import load_lpips, lpips
 from ttt_jax.tasks.view_pictures import draw_strip, draw_turntable
@@ -33,6 +34,7 @@ class Views:
 
     counted = "views"
     loss_name = "mean squared error of a pixel in [0, 1]"
+    rows = "batch"
 
     def __init__(self, config: Any):
         """Checks the model; the scenes are opened when they are first needed.
@@ -183,9 +185,14 @@ def split_views(batch: Any, inputs: int) -> tuple[jax.Array, Cameras, jax.Array,
     """
     images = jnp.asarray(batch["images"], jnp.float32) / 255
     cameras = Cameras(jnp.asarray(batch["intrinsics"]), jnp.asarray(batch["poses"]))
+    # Each device has all views of its scenes; without a word the compiler would cut them before
+    # they are parted, and then move them.
+    def part(x, views):
+        return constrain(x[:, views], ("batch", *(None,) * (x.ndim - 1)))
+
     given, wanted = (
-        jax.tree.map(lambda x, part=part: x[:, part], (images, cameras))
-        for part in (slice(inputs), slice(inputs, None))
+        jax.tree.map(lambda x, views=views: part(x, views), (images, cameras))
+        for views in (slice(inputs), slice(inputs, None))
     )
     return *given, *wanted
 
