@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from tests.tolerances import assert_close, tolerance
+from ttt_jax.inner_loop.api import ttt
 from ttt_jax.inner_loop.spec import Span
 from ttt_jax.layers.rays import camera_rays, pluecker_rays
 from ttt_jax.layers.scheduled_ttt import ScheduledTTT
@@ -205,6 +206,29 @@ def test_the_last_variant_is_linear_attention():
     assert_close(out, expected, tolerance("float32", 16))
 
 
+def test_updates_need_no_keys_and_values_of_tokens_that_are_only_read():
+    spec = _SMALL.inner_loop([Span(0, 5, True, False), Span(0, 9, False, True)])
+    keys = jax.random.split(jax.random.key(0), 5)
+    q, k, v = (jax.random.normal(key, (2, 9, 2, 8)) for key in keys[:3])
+    rates, weights = jax.random.uniform(keys[3], (2, 9, 2, 3)), spec.init(keys[4], 2, 8)
+
+    def run(time, queries=9, spec=spec):
+        learnt = (x[:, :time] for x in (k, v))
+        return ttt(spec, weights, q[:, :queries], *learnt, lr=rates[:, :time])
+
+    (out, state), (whole, same) = jax.jit(lambda: (run(5), run(9)))()
+    assert_close(out, whole, tolerance("float32", 8))
+    assert_close(state.weights["w1"], same.weights["w1"], tolerance("float32", 9))
+    by_key = dataclasses.replace(spec, query="key")
+    for options, message in (
+        (dict(time=4), "token 5 of k .* time=4"),
+        (dict(time=9, queries=8), "token 9 of q .* time=8"),
+        (dict(time=5, spec=by_key), "token 9 of k .* time=5"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(**options)
+
+
 def test_flops_are_the_matmuls_of_one_pass():
     """Against a sum written out for the official shape: one update, two applications."""
     model = nnx.eval_shape(lambda: LactNVS(lact_nvs.preset("14"), nnx.Rngs(0)))
@@ -212,7 +236,8 @@ def test_flops_are_the_matmuls_of_one_pass():
     fast = 3 * 2 * d * d
     steps = 3 * 5 * (2 * d * d * 2 * d + d**3)
     inner = tokens * fast + inputs * (2 * fast // 3 + fast // 3 + fast) + steps
-    layer = tokens * (4 * d * d + 4 * d * d + 8 * d * d + 3 * d + 2 * view * d) + inner
+    learnt = inputs * (2 * d * d + 3 * d)  # keys, values and rates
+    layer = tokens * (4 * d * d + 2 * d * d + 8 * d * d + 2 * view * d) + learnt + inner
     expected = 2 * (14 * layer + tokens * 12 * 64 * d + (tokens - inputs) * d * 3 * 64)
     assert math.isclose(model.flops_per_scene(3, 1, 64, 64), expected, rel_tol=1e-6)
 

@@ -45,7 +45,8 @@ def ttt(
       spec: the inner loop.
       weights: initial fast weights, name to ``[heads, in, out]`` or ``[batch, heads, in, out]``.
       q: queries, ``[batch, time, heads, key_dim]``; time >= 1, any floating dtype.
-      k: keys, like ``q``.
+      k: keys, like ``q``. With spans as the order k, v and lr may hold fewer tokens than ``q``:
+        updates read only these.
       v: values, ``[batch, time, heads, value_dim]``.
       lr: rates (no unit), ``[batch, time, heads]``, or ``[batch, time, heads, R]``, one for each
         matrix of ``spec.trained``, or ``[batch, time, heads, R, channels]`` with one an input

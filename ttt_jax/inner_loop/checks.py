@@ -13,7 +13,7 @@ def check_arguments(
     """Raises ``ValueError`` for the first argument of ``ttt`` that does not fit the others."""
     if not isinstance(spec, InnerLoop):
         raise ValueError(f"spec={spec!r}: use an InnerLoop, e.g. ttt_jax.presets.lact_llm()")
-    _check_tokens(q, k, v)
+    _check_tokens(spec, q, k, v)
     if spec.target == "value_minus_key" and k.shape != v.shape:
         raise ValueError(
             f"v.shape={v.shape} but k.shape={k.shape}: target='value_minus_key' needs them equal"
@@ -38,14 +38,26 @@ def check_arguments(
                 "tokens; call ttt with one image a row"
             )
     if not isinstance(spec.order, str):
-        end = max(span.end for span in spec.order)
-        if end > k.shape[1]:
-            raise ValueError(f"order reaches token {end}, but time={k.shape[1]}; shorten the spans")
+        _check_spans(spec, q, k)
     if state is not None:
         _check_state(spec, state, weights, k, v)
 
 
-def _check_tokens(q, k, v) -> None:
+def _check_spans(spec, q, k) -> None:
+    """Updates read keys, applications queries (or the keys in their place)."""
+    read = "k" if spec.query == "key" else "q"
+    for name, by in (("k", "update"), (read, "apply")):
+        end = max((span.end for span in spec.order if getattr(span, by)), default=0)
+        time = (q if name == "q" else k).shape[1]
+        if end > time:
+            raise ValueError(
+                f"order reaches token {end} of {name} in a span with {by}=True, but {name} has "
+                f"time={time}; shorten the spans"
+            )
+
+
+def _check_tokens(spec, q, k, v) -> None:
+    tied = isinstance(spec.order, str)  # spans may leave k and v shorter than q
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise ValueError(f"{name}.shape={x.shape}: it must be [batch, time, heads, dim]")
@@ -53,11 +65,11 @@ def _check_tokens(q, k, v) -> None:
             raise ValueError(f"{name}.dtype={x.dtype}: it must be floating; cast it first")
         if x.dtype != k.dtype:
             raise ValueError(f"{name}.dtype={x.dtype} but k.dtype={k.dtype}: cast them alike")
-        if x.shape[:3] != k.shape[:3]:
+        if x.shape[:3] != k.shape[:3] and (tied or name != "q"):
             raise ValueError(
                 f"{name}.shape={x.shape} but k.shape={k.shape}: batch, time and heads must agree"
             )
-    if q.shape != k.shape:
+    if q.shape != (k.shape[0], (k if tied else q).shape[1], *k.shape[2:]):
         raise ValueError(f"q.shape={q.shape} but k.shape={k.shape}: queries and keys must agree")
     if k.shape[1] == 0:
         raise ValueError(f"k.shape={k.shape}: at least one token is needed")

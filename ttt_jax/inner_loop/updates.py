@@ -266,15 +266,20 @@ def shape_update(
 def _shape_together(
     spec: InnerLoop, updates: dict[str, jax.Array], token_dtype: jnp.dtype, backend: str | None
 ) -> dict[str, jax.Array]:
-    """``shape_update`` of all matrices, those of one shape at once: a third of the launches."""
+    """``shape_update`` of all matrices, those of one shape at once: a third of the launches.
+
+    Tall matrices are orthogonalised transposed, so together with wide ones.
+    """
     if spec.orthogonalise is None:
         return {n: shape_update(spec, u, token_dtype, backend) for n, u in updates.items()}
+    tall = {n for n, u in updates.items() if u.shape[-2] > u.shape[-1] and not spec.clip}
+    turned = {n: u.mT if n in tall else u for n, u in updates.items()}
     made = {}
-    for shape in {u.shape: None for u in updates.values()}:
-        names = [n for n, u in updates.items() if u.shape == shape]
-        together = jnp.stack([updates[n] for n in names])
+    for shape in {u.shape: None for u in turned.values()}:
+        names = [n for n, u in turned.items() if u.shape == shape]
+        together = jnp.stack([turned[n] for n in names])
         made |= zip(names, shape_update(spec, together, token_dtype, backend), strict=True)
-    return {n: made[n] for n in updates}
+    return {n: made[n].mT if n in tall else made[n] for n in updates}
 
 
 def shaped(

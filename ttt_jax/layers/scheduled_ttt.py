@@ -1,7 +1,6 @@
 """A TTT layer whose updates and applications follow an explicit list: LaCT-NVS's layer."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -109,13 +108,23 @@ class ScheduledTTT(nnx.Module):
         """
         spec = dataclasses.replace(self.spec, order=tuple(spans))
         with jax.named_scope("ttt"):
-            qkv = self.qkv.split(x.reshape(-1, x.shape[-1]))
-            heads = [y.reshape(*x.shape[:2], self.heads, -1) for y in qkv]
-            q, k, v = *map(_unit, heads[:2]), silu(heads[2])
-            gates = {} if self.rate is None else {"lr": self._rates(x)}
+            # Updates read keys, values and rates: nothing is computed for the tokens behind them.
+            learnt = max((span.end for span in spans if span.update), default=1)
+            learnt = x if spec.query == "key" else x[:, :learnt]
+            (q, *_), (_, k, v) = self._heads(x), self._heads(learnt)
+            gates = {} if self.rate is None else {"lr": self._rates(learnt)}
             options = dict(parts=parts, initial_state=initial_state, mode=self.mode)
-            out, state = sharded_spans(spec, self.weights(), q, k, v, **options, **gates)
+            tokens = (_unit(q), _unit(k), silu(v))
+            out, state = sharded_spans(spec, self.weights(), *tokens, **options, **gates)
             return by_rows(self.out, self.norm(out).reshape(x.shape)), state
+
+    def _heads(self, x):
+        """q, k and v before their activations, [batch, time, heads, head_dim] each.
+
+        The compiler drops the product of one that is not used.
+        """
+        made = self.qkv.split(x.reshape(-1, x.shape[-1]))
+        return [y.reshape(*x.shape[:2], self.heads, -1) for y in made]
 
     def _rates(self, x):
         """softplus(x W + b), [batch, time, heads, matrices]; the official order is matrix, head.
@@ -129,7 +138,11 @@ class ScheduledTTT(nnx.Module):
         return jax.nn.softplus(sums + self.rate.bias[...] + inverse_softplus(self.base_rate)).mT
 
 
-@functools.partial(jax.checkpoint, prevent_cse=False)
+@jax.checkpoint
 def _unit(x):
-    """l2(silu(x)); the backward pass keeps x alone."""
+    """l2(silu(x)); the backward pass keeps x alone.
+
+    Were its second computation found to be that of the forward pass, XLA would keep a float32 array
+    from one to the other.
+    """
     return l2_normalize(silu(x), _NORM_EPSILON)

@@ -234,8 +234,9 @@ class LactNVS(nnx.Module):
         apply = spec.fast_net.shapes(*dims[1:2] * 2, dims[2]).values()
         inner += (tokens - inputs) * 2 * heads * sum(math.prod(shape) for shape in apply)
         rates = len(spec.trained) * heads if spec.rate == "per_token" else 0
-        weights = 8 * size + 2 * int(size * config.mlp_multiple) + rates
-        layer = 2 * tokens * size * weights + 4 * tokens * view * size + inner
+        every = 6 * size + 2 * int(size * config.mlp_multiple)  # columns of weights of all tokens
+        learnt = 2 * size + rates  # keys, values and rates, of the input tokens
+        layer = 2 * size * (tokens * every + inputs * learnt) + 4 * tokens * view * size + inner
         pixels = config.patch_size**2
         ends = 2 * size * pixels * (_CHANNELS * tokens + 3 * (tokens - inputs))
         return float(config.num_layers * layer + ends)
