@@ -45,7 +45,8 @@ def cells(
 
     Args:
       scale: one of `systems.SCALES`.
-      seeds: seeds of each model.
+      seeds: seeds of each model; at "tiny" one for what is trained with several inner steps, which
+        takes as many times as long.
       tasks: keys of `TASKS`; (a) and (d) are of "language" alone.
       fields: dotted configuration fields to change in every cell of "language".
     """
@@ -64,6 +65,8 @@ def _language_cells(scale: str, seeds: int, fields: Values) -> list[Cell]:
         base = ablation.model_cell("language", "V0", scale, seed, fields)
         found += [base, _test_time_cell(base, seed)]
         for title, own in TRAINED.items():
+            if scale == "tiny" and seed > 0 and "model.inner_steps" in own:
+                continue
             found.append(_trained_cell("language", title, scale, seed, {**own, **fields}))
     softmax = ablation.model_cell("language", ablation.SOFTMAX, scale, 0, fields)
     base = ablation.model_cell("language", "V0", scale, 0, fields)
@@ -223,34 +226,31 @@ def _report_steps(done: dict[str, Values], out: Report) -> None:
     if not test_time:
         return
     out.heading("(a) More inner steps")
-    rows = []
-    for n in STEPS:
-        name = "V0" if n == 1 else f"trained_with_{n}_steps"
-        trained = [v["perplexity"] for c, v in done.items() if c.startswith(f"language-{name}-")]
-        rows.append(
-            {
-                "inner steps": n,
-                "inner loss": plus_minus([v[f"inner_loss_{n}"] for v in test_time], 4),
-                "perplexity, steps at test time": plus_minus(
-                    [v[f"perplexity_{n}"] for v in test_time]
-                ),
-                "perplexity, trained so": plus_minus(trained) if trained else None,
-            }
-        )
+    losses = {n: [v[f"inner_loss_{n}"] for v in test_time] for n in STEPS}
+    tasks = {n: [v[f"perplexity_{n}"] for v in test_time] for n in STEPS}
+    trained = {n: _of_seeds(done, f"language-trained_with_{n}_steps-") for n in STEPS[1:]}
+    same = {seed for found in trained.values() for seed in found}  # a mean is of the same seeds
+    base = {s: x for s, x in _of_seeds(done, "language-V0-").items() if s in same or not same}
+    trained = {n: list(found.values()) for n, found in {1: base, **trained}.items()}
+    rows = [
+        {
+            "inner steps": n,
+            "inner loss": plus_minus(losses[n], 4),
+            "perplexity, steps at test time": plus_minus(tasks[n]),
+            "perplexity, trained so": plus_minus(trained[n]) if trained[n] else None,
+        }
+        for n in STEPS
+    ]
     out.table("inner_steps", rows, "Inner steps on each chunk (mean ± deviation over seeds).")
     figure, (left, right) = new_figure(2)
-    for panel, key, label in (
-        (left, "inner_loss", "inner loss after the steps"),
-        (right, "perplexity", "perplexity, steps at test time"),
-    ):
-        means, spreads = zip(
-            *(mean_and_spread([v[f"{key}_{n}"] for v in test_time]) for n in STEPS), strict=True
-        )
-        panel.errorbar(STEPS, means, yerr=spreads, capsize=3, **style(0))
-        panel.set(xlabel="inner steps", ylabel=label, xticks=STEPS)
+    _curve(left, losses, "inner loss after the steps", 0)
+    _curve(right, tasks, "steps at test time alone", 0)
+    _curve(right, {n: values for n, values in trained.items() if values}, "trained so", 1)
+    left.set(xlabel="inner steps", ylabel="inner loss after the steps", xticks=STEPS)
+    right.set(xlabel="inner steps", ylabel="perplexity", xticks=STEPS)
+    right.legend(fontsize="small")
     out.figure("inner_steps", figure, "Inner loss and perplexity against inner steps.")
-    loss = [mean_and_spread([v[f"inner_loss_{n}"] for v in test_time])[0] for n in STEPS]
-    task = [mean_and_spread([v[f"perplexity_{n}"] for v in test_time])[0] for n in STEPS]
+    loss, task = ([mean_and_spread(found[n])[0] for n in STEPS] for found in (losses, tasks))
     out.text(
         f"From 1 to {STEPS[-1]} steps at test time the inner loss goes from {loss[0]:.4f} to "
         f"{loss[-1]:.4f} and the perplexity from {task[0]:.3f} to {task[-1]:.3f}: the inner loss "
@@ -258,6 +258,17 @@ def _report_steps(done: dict[str, Values], out: Report) -> None:
         f"{'gets worse' if task[-1] > task[0] else 'does not get worse'}; the paper finds that it "
         "falls and that the task gets worse."
     )
+
+
+def _of_seeds(done: dict[str, Values], prefix: str) -> dict[str, float]:
+    """Seed -> perplexity of the finished cells whose names begin so."""
+    return {c.removeprefix(prefix): v["perplexity"] for c, v in done.items() if c.startswith(prefix)}
+
+
+def _curve(panel: Any, values: dict[int, list[float]], label: str, look: int) -> None:
+    """Draws mean and deviation over seeds against inner steps."""
+    means, spreads = zip(*map(mean_and_spread, values.values()), strict=True)
+    panel.errorbar(list(values), means, yerr=spreads, capsize=3, label=label, **style(look))
 
 
 def _report_trained(done: dict[str, Values], out: Report) -> None:
