@@ -262,7 +262,8 @@ def _report_steps(done: dict[str, Values], out: Report) -> None:
 
 def _of_seeds(done: dict[str, Values], prefix: str) -> dict[str, float]:
     """Seed -> perplexity of the finished cells whose names begin so."""
-    return {c.removeprefix(prefix): v["perplexity"] for c, v in done.items() if c.startswith(prefix)}
+    found = [name for name in done if name.startswith(prefix)]
+    return {name.removeprefix(prefix): done[name]["perplexity"] for name in found}
 
 
 def _curve(panel: Any, values: dict[int, list[float]], label: str, look: int) -> None:
