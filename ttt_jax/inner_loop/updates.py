@@ -297,9 +297,10 @@ def shaped(
         # It begins and ends with values of that dtype: 16 bits need no wider arrays around them.
         update = update.astype(dtype) if dtype.itemsize == 2 else update
         backend = backend_of("newton_schulz", backend)
-        update = newton_schulz(
-            update, muon.coefficients, eps=muon.eps, dtype=dtype, implementation=backend
-        )
+        # One batch axis: with more XLA transposes and copies the matrices for a GPU's products.
+        flat = update.reshape(-1, *update.shape[-2:])
+        options = dict(eps=muon.eps, dtype=dtype, implementation=backend)
+        update = newton_schulz(flat, muon.coefficients, **options).reshape(update.shape)
     return update
 
 

@@ -127,15 +127,12 @@ class ScheduledTTT(nnx.Module):
         return [y.reshape(*x.shape[:2], self.heads, -1) for y in made]
 
     def _rates(self, x):
-        """softplus(x W + b), [batch, time, heads, matrices]; the official order is matrix, head.
-
-        A sum over the channels, not a product of matrices: so few outputs suit no GPU's product,
-        and the backward pass would keep a float32 copy of x.
-        """
-        wide = self.rate.bias.dtype
-        kernel = jnp.moveaxis(self.rate.kernel[...], 0, -1)  # [matrices, heads, hidden]
-        sums = jnp.sum(x[..., None, None, :].astype(wide) * kernel, axis=-1)
-        return jax.nn.softplus(sums + self.rate.bias[...] + inverse_softplus(self.base_rate)).mT
+        """softplus(x W + b), [batch, time, heads, matrices]; the official order is matrix, head."""
+        kernel, bias = self.rate.kernel[...], self.rate.bias[...]
+        rows, columns = x.reshape(-1, x.shape[-1]), kernel.reshape(len(kernel), -1)
+        product = _wide_product if x.dtype == jnp.bfloat16 else _exact_product
+        sums = product(rows, columns).reshape(*x.shape[:2], *bias.shape)
+        return jax.nn.softplus(sums + bias + inverse_softplus(self.base_rate)).mT
 
 
 @jax.checkpoint
@@ -146,3 +143,38 @@ def _unit(x):
     from one to the other.
     """
     return l2_normalize(silu(x), _NORM_EPSILON)
+
+
+def _exact_product(x, w):
+    return jnp.dot(x, w, precision=jax.lax.Precision.HIGHEST)
+
+
+@jax.custom_vjp
+def _wide_product(x, w):
+    """x W for bfloat16 x, [rows, in], and few columns of a float32 W, to float32's accuracy.
+
+    W is the sum of three bfloat16 matrices, which a GPU multiplies by x in one fast product; x in
+    float32, transposed too, would be written to memory for the gradient.
+    """
+    return _sums_of_parts(x, w, 1)
+
+
+def _sums_of_parts(x, w, axis):
+    """Σ over an axis of bfloat16 x and the first axis of float32 w, as three products in one."""
+    parts, rest = [], w
+    for _ in range(3):
+        parts.append(rest.astype(x.dtype))
+        rest = rest - parts[-1].astype(w.dtype)
+    y = jax.lax.dot_general(
+        x, jnp.concatenate(parts, -1), (((axis,), (0,)), ((), ())), preferred_element_type=w.dtype
+    )
+    return sum(jnp.split(y, 3, axis=-1))
+
+
+def _wide_backward(inputs, error):
+    x, w = inputs
+    dx = jnp.sum(error[:, None] * w, axis=-1).astype(x.dtype)
+    return dx, _sums_of_parts(x, error, 0)
+
+
+_wide_product.defvjp(lambda x, w: (_wide_product(x, w), (x, w)), _wide_backward)
