@@ -25,6 +25,8 @@ from ttt_kernels.chunk_products.tiling import BLOCK, OutputTiling, RegisterTilin
 # What implementation=None leaves to the kernels.
 _TIMED_DIMS = (128, 384, 768)
 _TIMED_CHUNK = 1024
+# Contracted widths at which the outputs' state is kept in registers.
+_REGISTER_DIMS = ()
 
 
 def unsupported(dtype: jnp.dtype, key_dim: int, value_dim: int) -> str | None:
@@ -135,9 +137,12 @@ class Kernels:
         """The tiling of a call with padded arguments; only one of the forms makes dots."""
         if self.output_tiling and not (dotted and isinstance(self.output_tiling, RegisterTiling)):
             return self.output_tiling
-        value_dim = states.shape[-2 if transposed else -1]
+        key_dim, value_dim = q.shape[-1], states.shape[-2 if transposed else -1]
         units = q.shape[0] * q.shape[2] * states.shape[2]
-        return tiling.output_options(q.shape[-1], value_dim, units, chunk_size // BLOCK)[0]
+        sizes = key_dim, value_dim, units, chunk_size // BLOCK
+        if key_dim in _REGISTER_DIMS and not dotted and compat.layout_problem() is None:
+            return tiling.register_options(*sizes)[0]
+        return tiling.output_options(*sizes)[0]
 
     def states(self, summaries, decay, edge, include: bool, reverse: bool, dtype: jnp.dtype):
         """Decayed running sums of summaries; see `mosaic_gpu_states.states`."""

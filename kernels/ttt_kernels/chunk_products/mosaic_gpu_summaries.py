@@ -9,6 +9,7 @@ tensor core then reads them, so that they cost no pass over memory.
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -106,9 +107,9 @@ def summaries(
 
     copies = tiling.warpgroups + 1 + rated
     scratch = [
+        tile(tiling.warpgroups, BLOCK, SWIZZLE // dtype.itemsize, dtype=dtype),
         tile(tiling.stages, tiling.warpgroups, BLOCK, BLOCK),
         tile(tiling.stages, BLOCK, tiling.columns),
-        tile(tiling.warpgroups, BLOCK, SWIZZLE // dtype.itemsize, dtype=dtype),
         plgpu.Barrier(num_arrivals=copies, num_barriers=tiling.stages),
         plgpu.Barrier(num_arrivals=tiling.warpgroups, num_barriers=tiling.stages),
     ]
@@ -127,13 +128,24 @@ def summaries(
     return call(k, v, *([rates] if rated else []))
 
 
+class _Ring(NamedTuple):
+    """Shared memory of the blocks of tokens on their way, one slot a stage, and its barriers."""
+
+    keys: object  # a tile of 64 columns for each compute warpgroup
+    values: object
+    full: object
+    free: object
+    rates: object = None
+
+
 def _body(plan: _Plan, refs) -> None:
     """The kernel: the memory warpgroup's loop, and the compute warpgroups'."""
     plgpu = compat.mosaic_gpu()
     tiling = plan.tiling
-    rates_ref, rs = (refs[2], refs[-1]) if plan.rated else (None, None)
-    (k_ref, v_ref), rest = refs[:2], refs[2 + plan.rated:]
-    out_ref, ks, vs, staging, full, free = rest[:6]
+    k_ref, v_ref, *rest = refs
+    rates_ref = rest.pop(0) if plan.rated else None
+    out_ref, staging, *buffers = rest
+    slots = _Ring(*buffers)
     cta, w = lax.axis_index("cta"), lax.axis_index("warpgroup")
     units = lax.div(plan.units - cta + plan.ctas - 1, plan.ctas)
     steps = units * plan.blocks
@@ -142,56 +154,29 @@ def _body(plan: _Plan, refs) -> None:
     def _():
         plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
 
-        @ring(steps, free, 0, tiling.stages)
+        @ring(steps, slots.free, 0, tiling.stages)
         def _(step, slot):
             unit = cta + lax.div(step, plan.blocks) * plan.ctas
             b, h, chunk, row, column = plan.locate(unit)
             token = pl.ds(chunk * plan.chunk_size + lax.rem(step, plan.blocks) * BLOCK, BLOCK)
+            full = slots.full.at[slot]
             for i in range(tiling.warpgroups):
                 source = k_ref.at[b, token, h, pl.ds(row + i * BLOCK, BLOCK)]
-                plgpu.copy_gmem_to_smem(source, ks.at[slot, i], full.at[slot])
+                plgpu.copy_gmem_to_smem(source, slots.keys.at[slot, i], full)
             source = v_ref.at[b, token, h, pl.ds(column, tiling.columns)]
-            plgpu.copy_gmem_to_smem(source, vs.at[slot], full.at[slot])
+            plgpu.copy_gmem_to_smem(source, slots.values.at[slot], full)
             if plan.rated:
-                plgpu.copy_gmem_to_smem(rates_ref.at[b, h, token], rs.at[slot], full.at[slot])
+                plgpu.copy_gmem_to_smem(rates_ref.at[b, h, token], slots.rates.at[slot], full)
 
-        drain(steps, free, 0, tiling.stages)
+        drain(steps, slots.free, 0, tiling.stages)
 
     @pl.when(w < tiling.warpgroups)
     def _():
         plgpu.set_max_registers(_COMPUTE_REGISTERS[tiling.warpgroups], action="increase")
 
-        def release(step):
-            plgpu.barrier_arrive(free.at[lax.rem(step, jnp.int32(tiling.stages))])
-
         @pl.loop(0, units)
         def _(u):
-            def compute(acc):
-                @pl.loop(0, plan.blocks)
-                def _(i):
-                    step = u * plan.blocks + i
-                    slot = lax.rem(step, jnp.int32(tiling.stages))
-                    plgpu.barrier_wait(full.at[slot])
-                    keys = ks.at[slot, w]
-                    if plan.rated and not plan.portable:
-                        keys = _rated(keys, rs.at[slot])
-                        # The registers of the last product's keys are about to be written.
-                        plgpu.wgmma_wait(0)
-                        pl.when(i > 0)(lambda: release(step - 1))
-                        plgpu.wgmma(acc, keys, vs.at[slot])
-                    else:
-                        if plan.rated:
-                            _rate_in_place(keys, rs.at[slot])
-                        plgpu.wgmma(acc, keys.transpose((1, 0)), vs.at[slot])
-                        plgpu.wgmma_wait(1)
-                        pl.when(i > 0)(lambda: release(step - 1))
-
-                value = acc[...]
-                release((u + 1) * plan.blocks - 1)
-                return value
-
-            shape = (BLOCK, tiling.columns)
-            value = pl.run_scoped(compute, plgpu.ACC(shape, jnp.float32))
+            value = _sum_chunk(plan, slots, u * plan.blocks, w)
             b, h, chunk, row, column = plan.locate(cta + u * plan.ctas)
             # Through shared memory: stores from registers take 2 us more at 64 x 384^2 in float32.
             buffer, width = staging.at[w], staging.shape[-1]
@@ -203,6 +188,42 @@ def _body(plan: _Plan, refs) -> None:
                 plgpu.copy_smem_to_gmem(buffer, out_ref.at[b, h, chunk, rows, columns])
 
         plgpu.wait_smem_to_gmem(0)
+
+
+def _sum_chunk(plan: _Plan, slots: _Ring, first, w):
+    """A warpgroup's rows of a tile, [64, columns] float32, from the ring's steps from `first` on."""
+    plgpu = compat.mosaic_gpu()
+    stages = jnp.int32(plan.tiling.stages)
+    in_registers = plan.rated and not plan.portable
+
+    def release(step):
+        plgpu.barrier_arrive(slots.free.at[lax.rem(step, stages)])
+
+    def compute(acc):
+        @pl.loop(0, plan.blocks)
+        def _(i):
+            slot = lax.rem(first + i, stages)
+            keys, values = slots.keys.at[slot, w], slots.values.at[slot]
+            plgpu.barrier_wait(slots.full.at[slot])
+            if in_registers:
+                rated = _rated(keys, slots.rates.at[slot])
+                # The next instructions write the registers from which the last product reads.
+                plgpu.wgmma_wait(0)
+                pl.when(i > 0)(lambda: release(first + i - 1))
+                plgpu.wgmma(acc, rated, values)
+            else:
+                if plan.rated:
+                    _rate_in_place(keys, slots.rates.at[slot])
+                plgpu.wgmma(acc, keys.transpose((1, 0)), values)
+                plgpu.wgmma_wait(1)
+                pl.when(i > 0)(lambda: release(first + i - 1))
+
+        value = acc[...]
+        release(first + plan.blocks - 1)
+        return value
+
+    shape = (BLOCK, plan.tiling.columns)
+    return pl.run_scoped(compute, plgpu.ACC(shape, jnp.float32))
 
 
 def _rated(keys, rates):
