@@ -191,7 +191,7 @@ def _body(plan: _Plan, refs) -> None:
 
 
 def _sum_chunk(plan: _Plan, slots: _Ring, first, w):
-    """A warpgroup's rows of a tile, [64, columns] float32, from the ring's steps from `first` on."""
+    """A warpgroup's rows of a tile, [64, columns] float32, from the steps from `first` on."""
     plgpu = compat.mosaic_gpu()
     stages = jnp.int32(plan.tiling.stages)
     in_registers = plan.rated and not plan.portable
