@@ -49,9 +49,30 @@ def _outer_backward(tokens, error):
 _outer.defvjp(lambda left, right: (_outer(left, right), (left, right)), _outer_backward)
 
 
-def _gate_and_up(x: jax.Array, w0: jax.Array, w2: jax.Array, axes: str) -> jax.Array:
-    """`x W0` and `x W2` side by side, by one product."""
-    return _dense(x, jnp.concatenate([w0, w2], axis=-1), axes)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _gate_and_up(
+    x: jax.Array, w0: jax.Array, w2: jax.Array, axes: str
+) -> tuple[jax.Array, jax.Array]:
+    """`x W0` and `x W2` by one product; the gradients by two: XLA would copy them together."""
+    return tuple(jnp.split(_dense(x, jnp.concatenate([w0, w2], axis=-1), axes), 2, axis=-1))
+
+
+def _gate_and_up_forward(x, w0, w2, axes):
+    return _gate_and_up(x, w0, w2, axes), (x, w0, w2)
+
+
+def _gate_and_up_backward(axes, inputs, errors):
+    x, *weights = inputs
+    errors = [e.astype(x.dtype) for e in errors]
+    dx = sum(_dense(e, w.mT, axes).astype(x.dtype) for e, w in zip(errors, weights, strict=True))
+    made = []
+    for error, w in zip(errors, weights, strict=True):
+        dw = _product(f"{axes}i,{axes}o->bhio", x, error)
+        made.append((jnp.sum(dw, 0, keepdims=True) if len(w) < len(dw) else dw).astype(w.dtype))
+    return dx, *made
+
+
+_gate_and_up.defvjp(_gate_and_up_forward, _gate_and_up_backward)
 
 
 def _dense(x: jax.Array, w: jax.Array, axes: str) -> jax.Array:
@@ -62,43 +83,34 @@ def _dense(x: jax.Array, w: jax.Array, axes: str) -> jax.Array:
     return _product(f"{axes}i,bhio->{axes}o", x, w)
 
 
-def _split(both: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Gate and up in float32 or wider."""
-    wide = jnp.promote_types(both.dtype, jnp.float32)
-    gate, up = jnp.split(both, 2, axis=-1)
-    return gate.astype(wide), up.astype(wide)
-
-
 # What is made of gate and up keeps nothing for the backward pass but its arguments: term by term
 # JAX would keep half a dozen arrays of the hidden width, in float32.
-@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
-def _hidden(both: jax.Array, rate: jax.Array | None, dtype) -> jax.Array:
-    gate, up = _split(both)
-    value = jax.nn.silu(gate) * up
-    return (value if rate is None else value * rate.astype(value.dtype)).astype(dtype)
-
-
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=3)
-def _errors(both: jax.Array, error: jax.Array, rates: jax.Array, dtype) -> jax.Array:
-    """Gradients of gate and up, side by side, each times its rate, from that of their product."""
-    gate, up = _split(both)
-    error, rates = error.astype(gate.dtype), rates.astype(gate.dtype)
+def _hidden(gate: jax.Array, up: jax.Array, rate: jax.Array | None, dtype) -> jax.Array:
+    wide = jnp.promote_types(gate.dtype, jnp.float32)
+    value = jax.nn.silu(gate.astype(wide)) * up.astype(wide)
+    return (value if rate is None else value * rate.astype(wide)).astype(dtype)
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=4)
+def _errors(gate, up, error: jax.Array, rates: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
+    """Gradients of gate and up, each times its rate, from that of their product."""
+    wide = jnp.promote_types(gate.dtype, jnp.float32)
+    gate, up, error, rates = (x.astype(wide) for x in (gate, up, error, rates))
     sigmoid = jax.nn.sigmoid(gate)
     gate_error = error * up * (sigmoid * (1 + gate * (1 - sigmoid))) * rates[..., 0:1]
-    up_error = error * gate * sigmoid * rates[..., 2:3]
-    return jnp.concatenate([gate_error, up_error], -1).astype(dtype)
+    return gate_error.astype(dtype), (error * gate * sigmoid * rates[..., 2:3]).astype(dtype)
 
 
 def hidden(w0: jax.Array, w2: jax.Array, x: jax.Array, rates: jax.Array | None) -> jax.Array:
     """`rate (silu(x W0) * (x W2))`, token-major; see `ttt_kernels.fast_weight_hidden`."""
-    return _hidden(
-        _gate_and_up(x, w0, w2, "bth"), None if rates is None else rates[..., None], x.dtype
-    )
+    rates = None if rates is None else rates[..., None]
+    return _hidden(*_gate_and_up(x, w0, w2, "bth"), rates, x.dtype)
 
 
 def apply(w0: jax.Array, w1: jax.Array, w2: jax.Array, q: jax.Array) -> jax.Array:
     """`(silu(q W0) * (q W2)) W1`; see `ttt_kernels.fast_weight_apply`."""
-    value = _hidden(_gate_and_up(q, w0, w2, "bht"), None, q.dtype)
+    value = _hidden(*_gate_and_up(q, w0, w2, "bht"), None, q.dtype)
     return _dense(value, w1, "bht").astype(q.dtype)
 
 
@@ -106,10 +118,9 @@ def gradients(
     w0: jax.Array, w1: jax.Array, w2: jax.Array, k: jax.Array, error: jax.Array, rates: jax.Array
 ) -> tuple[jax.Array, ...]:
     """Gradients of all matrices, or of `w1` for one rate; `ttt_kernels.fast_weight_gradients`."""
-    both = _gate_and_up(k, w0, w2, "bht")
+    gate, up = _gate_and_up(k, w0, w2, "bht")
     if rates.shape[-1] == 1:
-        return (_outer(_hidden(both, rates, k.dtype), error),)
-    hidden_error = _dense(error, w1.mT, "bht")
-    errors = _outer(k, _errors(both, hidden_error, rates, k.dtype))
-    d_w0, d_w2 = jnp.split(errors, 2, axis=-1)
-    return d_w0, _outer(_hidden(both, rates[..., 1:2], k.dtype), error), d_w2
+        return (_outer(_hidden(gate, up, rates, k.dtype), error),)
+    errors = _errors(gate, up, _dense(error, w1.mT, "bht"), rates, k.dtype)
+    d_w0, d_w2 = (_outer(k, e) for e in errors)
+    return d_w0, _outer(_hidden(gate, up, rates[..., 1:2], k.dtype), error), d_w2
