@@ -44,10 +44,10 @@ def test_products_equal_reference(length, chunk_size, include, decay, state):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("include, decay", [(False, True), (True, True), (False, False)])
 def test_kernels_in_the_interpreter(include, decay):
-    x, _ = make(1, 1, 150, 2, 64, 128, decay=decay, state=True, packed=False, dtype=jnp.bfloat16)
+    x, _ = make(1, 1, 150, 2, 64, 128, decay=decay, state=decay, packed=False, dtype=jnp.bfloat16)
     kernels = mosaic_gpu.Kernels(interpret=True)
 
-    def by_kernels(q, k, v, initial_state, log_decay=None, segment_ids=None):
+    def by_kernels(q, k, v, initial_state=None, log_decay=None, segment_ids=None):
         return mosaic_gpu_chunk.by_products(
             q, k, v, log_decay, initial_state, 64, include, kernels
         )

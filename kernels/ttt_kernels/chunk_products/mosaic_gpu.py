@@ -26,7 +26,7 @@ from ttt_kernels.chunk_products.tiling import BLOCK, OutputTiling, RegisterTilin
 _TIMED_DIMS = (128, 384, 768)
 _TIMED_CHUNK = 1024
 # Contracted widths at which the outputs' state is kept in registers.
-_REGISTER_DIMS = ()
+_REGISTER_DIMS = (384,)
 
 
 def unsupported(dtype: jnp.dtype, key_dim: int, value_dim: int) -> str | None:
@@ -150,7 +150,7 @@ class Kernels:
         widths = [(0, tiling.padded_dim(dim) - dim) for dim in sizes]
         if any(after for _, after in widths):
             summaries = jnp.pad(summaries, [(0, 0)] * 3 + widths)
-            edge = jnp.pad(edge, [(0, 0)] * 2 + widths)
+            edge = None if edge is None else jnp.pad(edge, [(0, 0)] * 2 + widths)
         made = mosaic_gpu_states.states(
             summaries, decay, edge, include, reverse, dtype, self._interpreter()
         )

@@ -9,7 +9,6 @@ from jax.experimental import pallas as pl
 
 from ttt_kernels import compat
 
-_ROWS = 8  # of a state, by one thread block
 _GROUP = 8  # summaries whose loads are in flight together
 _VECTOR = 4  # neighbours that one load takes
 
@@ -17,7 +16,7 @@ _VECTOR = 4  # neighbours that one load takes
 def states(
     summaries: jax.Array,
     decay: jax.Array | None,
-    edge: jax.Array,
+    edge: jax.Array | None,
     include: bool,
     reverse: bool,
     dtype: jnp.dtype,
@@ -29,7 +28,8 @@ def states(
       summaries: [batch, heads, chunks, key_dim, value_dim] float32 or bf16, key_dim a multiple of
         8, value_dim one of 64.
       decay: [batch, heads, chunks] float32, or None for 1.
-      edge: [batch, heads, key_dim, value_dim] float32, the state ahead of (in reverse: behind) all.
+      edge: [batch, heads, key_dim, value_dim] float32, the state ahead of (in reverse: behind) all,
+        or None for zero.
       include: the states behind each chunk (in reverse: ahead of it), which hold its summary.
       reverse: from the last chunk to the first.
       dtype: of the states.
@@ -40,15 +40,18 @@ def states(
     """
     plgpu = compat.mosaic_gpu()
     batch, heads, chunks, key_dim, value_dim = summaries.shape
-    layout = plgpu.Layout.WG_STRIDED((_ROWS, value_dim), vec_size=_VECTOR)
+    rows_each = 4 if value_dim % 128 == 0 else 8  # of a state, by one thread block
+    layout = plgpu.Layout.WG_STRIDED((rows_each, value_dim), vec_size=_VECTOR)
 
     def load(ref):
         return compat.load(ref, layout=layout, optimized=False)
 
     def chunk_states(*refs):
-        parts_ref, edge_ref, *factors_ref, states_ref, final_ref = refs
+        parts_ref, *rest, states_ref, final_ref = refs
+        edge_ref = None if edge is None else rest.pop(0)
+        factors_ref = rest
         b, h = lax.axis_index("batch"), lax.axis_index("head")
-        rows = pl.ds(lax.axis_index("slab") * _ROWS, _ROWS)
+        rows = pl.ds(lax.axis_index("slab") * rows_each, rows_each)
 
         def add(first, count: int, state):
             """Carries the state over `count` chunks; all loads first, so that they overlap."""
@@ -57,25 +60,31 @@ def states(
             parts = [load(parts_ref.at[b, h, c, rows]) for c in order]
             factors = [ref[b, h, c] for ref in factors_ref for c in order]
             for i, (c, part) in enumerate(zip(order, parts, strict=True)):
-                new = (state * factors[i] if factors else state) + part.astype(jnp.float32)
+                part = part.astype(jnp.float32)
+                state = jnp.zeros_like(part) if state is None else state
+                new = (state * factors[i] if factors else state) + part
                 states_ref[b, h, c, rows] = (new if include else state).astype(dtype)
                 state = new
             return state
 
         groups, rest = divmod(chunks, _GROUP)
-        state = lax.fori_loop(
-            0, groups, lambda i, x: add(i * _GROUP, _GROUP, x), load(edge_ref.at[b, h, rows])
+        state = None if edge is None else load(edge_ref.at[b, h, rows])
+        if rest:
+            state = add(0, rest, state)
+        elif edge is None:
+            rest, groups, state = _GROUP, groups - 1, add(0, _GROUP, None)
+        final_ref[b, h, rows] = lax.fori_loop(
+            0, groups, lambda i, x: add(rest + i * _GROUP, _GROUP, x), state
         )
-        final_ref[b, h, rows] = add(groups * _GROUP, rest, state)
 
     call = compat.gpu_kernel(
         chunk_states,
         out_type=[
             jax.ShapeDtypeStruct(summaries.shape, dtype),
-            jax.ShapeDtypeStruct(edge.shape, jnp.float32),
+            jax.ShapeDtypeStruct((batch, heads, key_dim, value_dim), jnp.float32),
         ],
-        grid=(key_dim // _ROWS, heads, batch),
+        grid=(key_dim // rows_each, heads, batch),
         grid_names=("slab", "head", "batch"),
         interpret=interpret,
     )
-    return tuple(call(summaries, edge, *([] if decay is None else [decay])))
+    return tuple(call(summaries, *(x for x in (edge, decay) if x is not None)))

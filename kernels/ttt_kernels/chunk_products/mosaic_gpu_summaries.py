@@ -2,8 +2,8 @@
 
 Persistent: as many thread blocks as the chip holds go through the tiles of all states, and the
 loads of the next tile run while the last one is stored. With rates a compute warpgroup multiplies
-its keys by them while its last product runs: from shared memory into the registers from which the
-tensor core then reads them, so that they cost no pass over memory.
+its keys by them on their way from shared memory into registers, from which the tensor core then
+reads them; the other warpgroups' products run meanwhile.
 """
 
 from __future__ import annotations
@@ -206,20 +206,20 @@ def _sum_chunk(plan: _Plan, slots: _Ring, first, w):
             keys, values = slots.keys.at[slot, w], slots.values.at[slot]
             plgpu.barrier_wait(slots.full.at[slot])
             if in_registers:
-                rated = _rated(keys, slots.rates.at[slot])
-                # The next instructions write the registers from which the last product reads.
+                plgpu.wgmma(acc, _rated(keys, slots.rates.at[slot]), values)
+                # Before anything else: the compiler reuses the registers that the product reads.
                 plgpu.wgmma_wait(0)
-                pl.when(i > 0)(lambda: release(first + i - 1))
-                plgpu.wgmma(acc, rated, values)
-            else:
-                if plan.rated:
-                    _rate_in_place(keys, slots.rates.at[slot])
-                plgpu.wgmma(acc, keys.transpose((1, 0)), values)
-                plgpu.wgmma_wait(1)
-                pl.when(i > 0)(lambda: release(first + i - 1))
+                release(first + i)
+                return
+            if plan.rated:
+                _rate_in_place(keys, slots.rates.at[slot])
+            plgpu.wgmma(acc, keys.transpose((1, 0)), values)
+            plgpu.wgmma_wait(1)
+            pl.when(i > 0)(lambda: release(first + i - 1))
 
         value = acc[...]
-        release(first + plan.blocks - 1)
+        if not in_registers:
+            release(first + plan.blocks - 1)
         return value
 
     shape = (BLOCK, plan.tiling.columns)

@@ -101,8 +101,9 @@ rated_outputs.defvjp(_rated_forward, _rated_backward)
 def states(summaries, decay, initial, include: bool, reverse: bool, dtype, backend):
     """`S_c = decay_c S_{c-1} + G_c` for every chunk. See `ttt_kernels.chunk_states`.
 
-    With `reverse` the chunks come from the last to the first. Returns the states in `dtype`, ahead
-    of each chunk or, with `include`, behind it, and the last one in the dtype of `initial`.
+    With `reverse` the chunks come from the last to the first; `initial` may be None for a float32
+    zero. Returns the states in `dtype`, ahead of each chunk or, with `include`, behind it, and the
+    last one in the dtype of `initial`.
     """
     return backend.states(summaries, decay, initial, include, reverse, dtype)
 
@@ -119,18 +120,20 @@ def _states_backward(include, reverse, dtype, backend, residuals, cotangents):
     # The gradient of S_c, and so of G_c, is R_c = d_states (of who reads S_c) + decay R_{c+1}.
     ahead, passed = made, decay
     if include:
-        ahead = xla.shifted(made, initial.astype(dtype), reverse)
+        edge = jnp.zeros_like(made[:, :, 0]) if initial is None else initial.astype(dtype)
+        ahead = xla.shifted(made, edge, reverse)
         if decay is not None:
             passed = xla.shifted(decay, jnp.ones_like(decay[:, :, 0]), not reverse)
     d_summaries, d_initial = states(
         d_states, passed, d_final, include, not reverse, like.dtype, backend
     )
-    if decay is None:
-        return d_summaries, None, d_initial
-    if include:
-        d_initial = decay[:, :, -1 if reverse else 0, None, None] * d_initial
-    products = d_summaries.astype(decay.dtype) * ahead.astype(decay.dtype)
-    return d_summaries, jnp.sum(products, (-1, -2)), d_initial
+    d_decay = None
+    if decay is not None:
+        if include:
+            d_initial = decay[:, :, -1 if reverse else 0, None, None] * d_initial
+        products = d_summaries.astype(decay.dtype) * ahead.astype(decay.dtype)
+        d_decay = jnp.sum(products, (-1, -2))
+    return d_summaries, d_decay, None if initial is None else d_initial
 
 
 states.defvjp(_states_forward, _states_backward)

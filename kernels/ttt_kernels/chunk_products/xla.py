@@ -54,7 +54,7 @@ def _outputs(q, states, chunk_size: int, transposed: bool, dtype: jnp.dtype) -> 
 def states(
     summaries: jax.Array,
     decay: jax.Array | None,
-    edge: jax.Array,
+    edge: jax.Array | None,
     include: bool,
     reverse: bool,
     dtype: jnp.dtype,
@@ -64,11 +64,14 @@ def states(
     Args:
       summaries: [batch, heads, chunks, key_dim, value_dim], G.
       decay: [batch, heads, chunks] in the dtype of `edge`, or None for 1.
-      edge: [batch, heads, key_dim, value_dim], the state ahead of (in reverse: behind) all.
+      edge: [batch, heads, key_dim, value_dim], the state ahead of (in reverse: behind) all, or None
+        for a float32 zero.
       include: the states behind each chunk, not ahead of it.
       reverse: from the last chunk to the first.
       dtype: of the states.
     """
+    if edge is None:
+        edge = jnp.zeros((*summaries.shape[:2], *summaries.shape[3:]), jnp.float32)
     summaries = summaries.astype(edge.dtype)
     if decay is None:
         sums = edge[:, :, None] + lax.cumsum(summaries, axis=2, reverse=reverse)

@@ -64,9 +64,8 @@ def by_products(
     with `include`). G has the dtype of the tokens, the sums are float32: the final state of bf16
     tokens has the error of one rounding of each summary.
     """
-    if initial_state is None:
-        initial_state = jnp.zeros((q.shape[0], *q.shape[2:], v.shape[-1]), jnp.float32)
-    initial_state = initial_state.astype(jnp.float32)
+    if initial_state is not None:
+        initial_state = initial_state.astype(jnp.float32)
     rates = decay = None
     if log_decay is not None:
         sums = _running_sums(log_decay.astype(jnp.float32), chunk_size)
