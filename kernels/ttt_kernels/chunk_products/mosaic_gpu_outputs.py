@@ -41,6 +41,7 @@ class _Plan:
     transposed: bool
     rated: bool
     dotted: bool
+    portable: bool
 
     @property
     def pieces(self) -> int:
@@ -101,7 +102,10 @@ def outputs(
     chunks, value_dim = states.shape[2], states.shape[-2 if transposed else -1]
     slabs = value_dim // tiling.columns
     rated, dotted = rates is not None, other is not None
-    plan = _Plan(tiling, length, chunk_size, chunks, heads, slabs, transposed, rated, dotted)
+    plan = _Plan(
+        tiling, length, chunk_size, chunks, heads, slabs, transposed, rated, dotted,
+        interpret is not None,
+    )
 
     def chunk_outputs(*refs):
         _body(plan, refs)
@@ -253,9 +257,9 @@ def _dots(plan: _Plan, value, qs, full, free, slot, i):
     for start in range(0, plan.tiling.columns, BLOCK):
         own = slot(i, plan.pieces + start // BLOCK)
         plgpu.barrier_wait(full.at[own])
-        other = load_tile(qs.at[own]).astype(jnp.float32)
-        dots = jnp.sum(other * value[:, start:start + BLOCK], axis=1)
-        total = dots if total is None else total + dots
-        plgpu.commit_smem()  # the slot's next copy comes behind these reads
+        other = load_tile(qs.at[own]).astype(jnp.float32) * value[:, start:start + BLOCK]
+        total = other if total is None else total + other
+        if plan.portable:
+            plgpu.commit_smem()  # the interpreter wants it between reads and the slot's next copy
         plgpu.barrier_arrive(free.at[own])
-    return total
+    return jnp.sum(total, axis=1)
