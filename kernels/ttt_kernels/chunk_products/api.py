@@ -9,19 +9,16 @@ They are closed under differentiation, so each one's gradients are calls of them
 
 from __future__ import annotations
 
-import functools
-import logging
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from ttt_kernels import compat
+from ttt_kernels.choice import xla_or_hopper
 from ttt_kernels.chunk_products import mosaic_gpu, reference, vjp, xla
 
 Implementation = Literal["reference", "xla", "mosaic_gpu"]
-_BACKENDS = {"xla": xla, "mosaic_gpu": mosaic_gpu.Kernels()}
-_logger = logging.getLogger("ttt_kernels")
 
 
 def chunk_summaries(
@@ -83,11 +80,11 @@ def chunk_summaries(
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"dtype={dtype} must be a float or None")
     k, v = k.astype(common), v.astype(common)
-    implementation = _choose(implementation, "chunk_summaries", k, chunk_size, v.shape[-1])
-    with jax.named_scope(f"chunk_summaries_{implementation}"):
-        if implementation == "reference":
+    backend = _choose(implementation, "chunk_summaries", k, chunk_size, v.shape[-1])
+    with jax.named_scope("chunk_summaries"):
+        if backend is reference:
             return reference.summaries(k, v, chunk_size, dtype, rates)
-        return vjp.summaries(k, v, chunk_size, dtype, _BACKENDS[implementation], rates)
+        return vjp.summaries(k, v, chunk_size, dtype, backend, rates)
 
 
 def chunk_outputs(
@@ -137,11 +134,11 @@ def chunk_outputs(
     if not jnp.issubdtype(states.dtype, jnp.floating):
         raise ValueError(f"states has dtype {states.dtype}; it must be a float, cast it first")
     value_dim = states.shape[-2 if transposed else -1]
-    implementation = _choose(implementation, "chunk_outputs", q, chunk_size, value_dim)
-    with jax.named_scope(f"chunk_outputs_{implementation}"):
-        if implementation == "reference":
+    backend = _choose(implementation, "chunk_outputs", q, chunk_size, value_dim)
+    with jax.named_scope("chunk_outputs"):
+        if backend is reference:
             return reference.outputs(q, states, chunk_size, transposed)
-        return vjp.outputs(q, states, chunk_size, transposed, _BACKENDS[implementation])
+        return vjp.outputs(q, states, chunk_size, transposed, backend)
 
 
 def chunk_states(
@@ -196,12 +193,12 @@ def chunk_states(
         decay = decay.astype(initial.dtype)
     dtype = initial.dtype if dtype is None else jnp.dtype(dtype)
     problem = compat.hopper_problem() or mosaic_gpu.states_problem(summaries, initial)
-    implementation = _pick("chunk_states", implementation, problem, None)
-    with jax.named_scope(f"chunk_states_{implementation}"):
+    backend = _pick("chunk_states", implementation, problem)
+    with jax.named_scope("chunk_states"):
         arguments = (summaries, decay, initial, include_own, False, dtype)
-        if implementation == "reference":
+        if backend is reference:
             return reference.states(*arguments)
-        return vjp.states(*arguments, _BACKENDS[implementation])
+        return vjp.states(*arguments, backend)
 
 
 def _check_tokens(name: str, x: jax.Array) -> None:
@@ -219,33 +216,15 @@ def _check_chunk_size(chunk_size: int) -> None:
 
 def _choose(
     implementation: str | None, operation: str, x: jax.Array, chunk_size: int, value_dim: int
-) -> str:
-    """The name of the implementation that runs a call with these tokens."""
+):
+    """The module or backend that runs a call with these tokens."""
     length, key_dim = x.shape[1], x.shape[3]
     problem = mosaic_gpu.unsupported(x.dtype, key_dim, value_dim) or compat.hopper_problem()
     untimed = mosaic_gpu.untimed(length, chunk_size, key_dim, value_dim)
-    return _pick(operation, implementation, problem, untimed)
+    return _pick(operation, implementation, problem or (None if implementation else untimed))
 
 
-def _pick(
-    operation: str, implementation: str | None, problem: str | None, untimed: str | None
-) -> str:
-    """The implementation, given why the kernels cannot run and why None does not take them."""
-    if implementation is None:
-        reason = problem or untimed
-        implementation = "xla" if reason else "mosaic_gpu"
-        _log_choice(operation, implementation, reason or "the arguments and the device suit it")
-    names = ("reference", *_BACKENDS)
-    if implementation not in names:
-        raise ValueError(f"implementation={implementation!r} must be one of {names} or None")
-    if implementation == "mosaic_gpu" and problem:
-        raise NotImplementedError(
-            f"{operation} cannot run by implementation='mosaic_gpu' here: {problem}; "
-            "implementation='xla' can"
-        )
-    return implementation
-
-
-@functools.cache
-def _log_choice(operation: str, implementation: str, reason: str) -> None:
-    _logger.info("%s runs by implementation=%r: %s", operation, implementation, reason)
+def _pick(operation: str, implementation: str | None, problem: str | None):
+    if implementation == "reference":
+        return reference
+    return xla_or_hopper(operation, implementation, problem, xla, mosaic_gpu.Kernels())
