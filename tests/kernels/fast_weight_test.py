@@ -192,13 +192,19 @@ def test_gpu_kernels_lower(dims):
     one = struct((1, 2, hidden, key_dim))
     heads = struct((1, 2, 4096, key_dim))
     by_head = jax.ShapeDtypeStruct((1, 2, 4096, 3), jnp.float32)
+
+    def learn(*arguments):
+        sums, pullback = jax.vjp(mosaic_gpu.gradients, *arguments)
+        return sums, pullback(sums)
+
     traced = [
         jax.jit(functools.partial(hidden_results.__wrapped__, mosaic_gpu.hidden)).trace(
             weight, weight, x, rates),
-        jax.jit(mosaic_gpu.gradients).trace(weight, one, weight, heads, heads, by_head),
+        jax.jit(learn).trace(weight, one, weight, heads, heads, by_head),
     ]  # fmt: skip
     programs = [t.lower(lowering_platforms=("cuda",)).as_text() for t in traced]
-    for program, names in zip(programs, (("hidden", "errors"), ("learn",)), strict=True):
+    made = (("hidden", "errors", "inputs"), ("learn", "learn_errors"))
+    for program, names in zip(programs, made, strict=True):
         for name in names:
             assert f"swiglu_{name}_mosaic_gpu" in program, name
 

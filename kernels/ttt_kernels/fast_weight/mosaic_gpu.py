@@ -1,7 +1,8 @@
 """The fast weight on Hopper GPUs through Pallas' Mosaic GPU backend.
 
-One kernel makes the hidden activations from the tokens, one the errors of gate and up; nothing else
-of the hidden width is written. Arrays are token-major. The rules are in `unsupported`.
+One kernel makes the hidden activations from the tokens, one the errors of gate and up, one what
+these do to the tokens; one each the factors of all three gradients, and what comes back to them.
+Arrays are token-major. The rules are in `unsupported`.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import jax.numpy as jnp
 from ttt_kernels import compat
 from ttt_kernels.chunk_products import mosaic_gpu as chunk_kernels
 from ttt_kernels.chunk_products import vjp as chunk_vjp
-from ttt_kernels.fast_weight import mosaic_gpu_common as common
 from ttt_kernels.fast_weight import mosaic_gpu_hidden as kernels
+from ttt_kernels.fast_weight import mosaic_gpu_plan as plans
 from ttt_kernels.fast_weight import xla
 
 _WIDTH = 64  # key_dim is padded to a multiple of it
 _HIDDEN = 32  # hidden likewise
 _TILE = 192  # rows and columns of a sum over tokens that one thread block makes
+_PIECE = 128  # tokens that a sum is cut by
 _MULTIPROCESSORS = 132
 
 
@@ -30,7 +32,7 @@ def unsupported(w0: jax.Array, x: jax.Array, value_dim: int = 1) -> str | None:
     if x.dtype != jnp.bfloat16:
         return f"the tokens are {x.dtype}; the Mosaic GPU kernels take bfloat16"
     key_dim = _up(x.shape[-1], _WIDTH)
-    if common.choose(1, 1, 1, key_dim, _HIDDEN, tiles=common.LEARNING_TILES) is None:
+    if plans.choose(1, 1, 1, key_dim, _HIDDEN, parts=4, results=1) is None:
         return f"key_dim={x.shape[-1]}: its slab of the matrices does not fit in shared memory"
     hidden = _up(w0.shape[-1], _HIDDEN)
     return chunk_kernels.unsupported(x.dtype, key_dim, 2 * hidden) or chunk_kernels.unsupported(
@@ -61,39 +63,38 @@ def hidden(
       interpret: runs in JAX's GPU interpreter on a CPU, with race detection (jax >= 0.11).
     """
     length, width = x.shape[1], w0.shape[3]
-    d_hidden = jnp.zeros((1, 1, 1, width), x.dtype)
+    w0, w2 = (_pad(w, _WIDTH, _HIDDEN) for w in (w0, w2))
     if rates is not None:
-        rates = jnp.swapaxes(rates, 1, 2)[..., None]
-    w0, w2, x, _, rates = _pad(w0, w2, x, d_hidden, rates)
+        rates = _pad(jnp.swapaxes(rates.astype(jnp.float32), 1, 2), 1, plans.ROWS)
     params = compat.gpu_interpret_params() if interpret else None
-    rates = None if rates is None else rates[:, :, 0]
-    return _core(w0, w2, x, rates, params)[:, :length, :, :width]
+    return _core(w0, w2, _pad_tokens(x), rates, params)[:, :length, :, :width]
 
 
-def _pad(w0, w2, x, d_hidden, rates):
-    """Widths to multiples of 64 and 32, time to one of 8; rates turned to [b, h, R, time]."""
-    length, key_dim, width = x.shape[1], x.shape[3], w0.shape[3]
-    time = 0 if length < 8 else -length % 8
-    deeper, wider = -key_dim % _WIDTH, -width % _HIDDEN
-    x = jnp.pad(x, ((0, 0), (0, time), (0, 0), (0, deeper)))
-    d_hidden = jnp.pad(d_hidden, ((0, 0), (0, time), (0, 0), (0, wider)))
-    w0, w2 = (jnp.pad(w, ((0, 0), (0, 0), (0, deeper), (0, wider))) for w in (w0, w2))
-    if rates is not None:
-        behind = _up(length, common.BLOCK) - length
-        rates = jnp.swapaxes(rates.astype(jnp.float32), 2, 3)
-        rates = jnp.pad(rates, ((0, 0), (0, 0), (0, 0), (0, behind)))
-    return w0, w2, x, d_hidden, rates
+def _pad(x: jax.Array, *multiples: int) -> jax.Array:
+    """Zeros behind the last axes, up to multiples of the sizes."""
+    behind = [-size % m for size, m in zip(x.shape[-len(multiples):], multiples, strict=True)]
+    return jnp.pad(x, [(0, 0)] * (x.ndim - len(behind)) + [(0, n) for n in behind])
 
 
-def _plan(w0, x, tiles: int) -> common.Plan:
-    return common.choose(*x.shape, w0.shape[-1], tiles=tiles)
+def _pad_tokens(x: jax.Array) -> jax.Array:
+    """[batch, time, heads, key_dim] with time as the copy engine takes it: rows of 8, or fewer."""
+    return _pad(x, 8 if x.shape[1] > 8 else 1, 1, _WIDTH)
+
+
+def _pad_tiles(x: jax.Array) -> jax.Array:
+    """[batch, time, heads, channels] by whole tiles of tokens, for what kernels read as such."""
+    return _pad(x, plans.ROWS, 1, 1)
+
+
+def _plan(w0: jax.Array, x: jax.Array, results: int, parts: int = 2) -> plans.Plan:
+    return plans.choose(*x.shape, w0.shape[-1], parts=parts, results=results)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _core(w0, w2, x, rates, interpret):
-    """All sizes padded; rates [batch, heads, blocks * 128] float32, or None."""
-    plan = _plan(w0, x, common.HIDDEN_TILES)
-    return kernels.hidden(plan, x, common.slabs(w0, w2, plan.slab), rates, interpret)
+    """All sizes padded; rates [batch, heads, tiles * 64] float32, or None."""
+    plan = _plan(w0, x, 1)
+    return kernels.hidden(plan, x, plans.slabs((w0, w2), plan.slab), rates, interpret)
 
 
 def _forward(w0, w2, x, rates, interpret):
@@ -102,15 +103,14 @@ def _forward(w0, w2, x, rates, interpret):
 
 def _backward(interpret, residuals, d_hidden):
     w0, w2, x, rates = residuals
-    plan = _plan(w0, x, common.ERROR_TILES)
-    weights = common.slabs(w0, w2, plan.slab)
-    errors, d_rates = kernels.errors(
-        plan, x, weights, rates, d_hidden.astype(x.dtype), interpret
-    )
+    plan = _plan(w0, x, 2)
+    weights = plans.slabs((w0, w2), plan.slab)
+    d_hidden = _pad_tiles(d_hidden.astype(x.dtype))
+    errors, d_rates = kernels.errors(plan, x, weights, rates, d_hidden, interpret)
     products = chunk_kernels.Kernels(interpret=interpret is not None)
-    both = jnp.concatenate([w0, w2], -1)[:, :, None]
-    both = jnp.broadcast_to(both, (x.shape[0], *both.shape[1:]))
-    dx = products.outputs(errors, both, x.shape[1], True)
+    plan = plans.choose(*errors.shape, x.shape[3], parts=1, results=1)
+    both = jnp.concatenate([w0, w2], -1)
+    dx = kernels.inputs(plan, errors, both, interpret)
     d_both = _outer(products, x, errors)
     if w0.shape[0] == 1:
         d_both = jnp.sum(d_both, 0, keepdims=True)
@@ -127,9 +127,27 @@ def apply(
     """`f(q)` by two kernels, head-major; see `ttt_kernels.fast_weight_apply`."""
     w0, w1, w2, x = (_one_head_a_row(a) for a in (w0, w1, w2, q))
     value = hidden(w0, w2, jnp.swapaxes(x, 1, 2), None, interpret=interpret)
-    products = chunk_kernels.Kernels(interpret=interpret)
-    out = chunk_vjp.outputs(value, w1[:, :, None], q.shape[2], False, products)
+    out = _read(value, w1, chunk_kernels.Kernels(interpret=interpret))
     return out.reshape(*q.shape[:3], out.shape[-1])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _read(value: jax.Array, w1: jax.Array, products: chunk_kernels.Kernels) -> jax.Array:
+    """`value W1`, token-major."""
+    return products.outputs(value, w1[:, :, None], value.shape[1], False)
+
+
+def _read_forward(value, w1, products):
+    return _read(value, w1, products), (value, w1)
+
+
+def _read_backward(products, residuals, d_out):
+    value, w1 = residuals
+    d_value = products.outputs(d_out, w1[:, :, None], value.shape[1], True)
+    return d_value, _outer(products, value, d_out).astype(w1.dtype)
+
+
+_read.defvjp(_read_forward, _read_backward)
 
 
 def gradients(
@@ -137,15 +155,20 @@ def gradients(
     *, interpret: bool = False,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """The summed gradients, head-major; see `ttt_kernels.fast_weight_gradients`."""
-    batch, heads, length = k.shape[:3]
+    batch, heads, _, key_dim = k.shape
+    width = w0.shape[-1]
     w0, w1, w2, k, error, rates = (_one_head_a_row(a) for a in (w0, w1, w2, k, error, rates))
     k, error = (jnp.swapaxes(x, 1, 2) for x in (k, error))
     if rates.shape[-1] == 1:
         value = hidden(w0, w2, k, jnp.swapaxes(rates[..., 0], 1, 2), interpret=interpret)
-        products = chunk_kernels.Kernels(interpret=interpret)
-        made = (_outer(products, value, error),)
+        made = (_outer(chunk_kernels.Kernels(interpret=interpret), value, error),)
     else:
-        made = _learn(w0, w1, w2, k, error, rates, interpret)
+        w0, w2 = (_pad(w, _WIDTH, _HIDDEN) for w in (w0, w2))
+        k, error = _pad_tokens(k), _pad(error, 8 if k.shape[1] > 8 else 1, 1, 1)
+        rates = _pad(jnp.moveaxis(rates.astype(jnp.float32), 3, 0), plans.ROWS)
+        params = compat.gpu_interpret_params() if interpret else None
+        d_w0, d_w1, d_w2 = _learn(w0, _pad(w1, _HIDDEN, 1), w2, k, error, rates, params)
+        made = d_w0[..., :key_dim, :width], d_w1[..., :width, :], d_w2[..., :key_dim, :width]
     return tuple(g.reshape(batch, heads, *g.shape[-2:]) for g in made)
 
 
@@ -155,8 +178,8 @@ def _outer(products: chunk_kernels.Kernels, left: jax.Array, right: jax.Array) -
     """
     batch, length, heads, _ = left.shape
     tiles = batch * heads * math.prod(-(-x.shape[3] // _TILE) for x in (left, right))
-    pieces = max(1, min(length // common.BLOCK, _MULTIPROCESSORS // tiles))
-    chunk = _up(-(-length // pieces), common.BLOCK)
+    pieces = max(1, min(length // _PIECE, _MULTIPROCESSORS // tiles))
+    chunk = _up(-(-length // pieces), _PIECE)
     sums = chunk_vjp.summaries(left, right, chunk, jnp.dtype(jnp.float32), products)
     return sums[:, :, 0] if sums.shape[2] == 1 else jnp.sum(sums, 2)
 
@@ -168,20 +191,17 @@ def _one_head_a_row(x: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
 def _learn(w0, w1, w2, k, error, rates, interpret):
-    """Gradients of all three matrices, token-major rows of one head; rates [rows, 1, time, 3]."""
-    key_dim, value_dim, width, length = k.shape[3], error.shape[3], w0.shape[3], k.shape[1]
-    products = chunk_kernels.Kernels(interpret=interpret)
-    d_hidden = products.outputs(error, w1[:, :, None], length, True)
-    w0, w2, k, d_hidden, rates = _pad(w0, w2, k, d_hidden, rates)
-    plan = _plan(w0, k, common.LEARNING_TILES)
-    params = compat.gpu_interpret_params() if interpret else None
-    errors, value = kernels.learn(
-        plan, k, common.slabs(w0, w2, plan.slab), tuple(jnp.moveaxis(rates, 2, 0)), d_hidden, params
-    )
-    inner = _outer(products, k, errors)
-    outer = _outer(products, value[:, :length], error)
-    d_w0, d_w2 = (d[..., :key_dim, :width] for d in jnp.split(inner, 2, -1))
-    return d_w0, outer[..., :width, :value_dim], d_w2
+    """Gradients of all three matrices, token-major rows of one head, all sizes padded.
+
+    rates [3, rows, 1, tiles * 64] float32.
+    """
+    products = chunk_kernels.Kernels(interpret=interpret is not None)
+    d_hidden = _pad_tiles(products.outputs(error, w1[:, :, None], error.shape[1], True))
+    plan = _plan(w0, k, 3)
+    weights = plans.slabs((w0, w2), plan.slab)
+    errors, value = kernels.learn(plan, k, weights, tuple(rates), d_hidden, interpret)
+    d_w0, d_w2 = jnp.split(_outer(products, k, errors), 2, -1)
+    return d_w0, _outer(products, value, error), d_w2
 
 
 def _learn_forward(*arguments):
@@ -189,11 +209,27 @@ def _learn_forward(*arguments):
 
 
 def _learn_backward(interpret, residuals, cotangents):
-    """Through the XLA form, from the arguments: nothing of the hidden width was kept."""
-    def plain(w0, w1, w2, k, error, rates):
-        return xla.gradients(w0, w1, w2, jnp.swapaxes(k, 1, 2), jnp.swapaxes(error, 1, 2), rates)
-
-    return jax.vjp(plain, *residuals)[1](tuple(cotangents))
+    """From the arguments alone: nothing of the hidden width was kept."""
+    w0, w1, w2, k, error, rates = residuals
+    c0, c1, c2 = (c.astype(k.dtype) for c in cotangents)
+    products = chunk_kernels.Kernels(interpret=interpret is not None)
+    plan = _plan(w0, k, 6, parts=4)
+    # Rows of W1 and C1 slab by slab side by side: one product makes what arrives from both.
+    outer = [w.reshape(*w.shape[:2], plan.slabs, plan.slab, -1) for w in (w1, c1)]
+    outer = jnp.concatenate(outer, -2).reshape(*w1.shape[:2], 1, 2 * plan.hidden, -1)
+    above = _pad_tiles(products.outputs(error, outer, error.shape[1], True))
+    weights = plans.slabs((w0, w2, c0, c2), plan.slab)
+    errors, inner, value, d_d, *d_rates = kernels.learn_errors(
+        plan, k, weights, tuple(rates), above, interpret
+    )
+    both, d_both = (jnp.concatenate(pair, -1) for pair in ((w0, w2), (c0, c2)))
+    times = functools.partial(xla._product, wide=True)
+    dk = times("rtnf,rnif->rtni", errors, d_both) + times("rtnf,rnif->rtni", inner, both)
+    d_error = times("rtnf,rnfo->rtno", value, c1) + times("rtnf,rnfo->rtno", d_d, w1)
+    d_w0, d_w2 = jnp.split(_outer(products, k, inner).astype(w0.dtype), 2, -1)
+    d_w1 = _outer(products, d_d, error).astype(w1.dtype)
+    d_rates = jnp.stack([jnp.sum(d, axis=2) for d in d_rates])
+    return d_w0, d_w1, d_w2, dk.astype(k.dtype), d_error.astype(error.dtype), d_rates
 
 
 _learn.defvjp(_learn_forward, _learn_backward)

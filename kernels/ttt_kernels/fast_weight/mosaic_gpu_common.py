@@ -2,12 +2,12 @@
 
 One thread block (CTA) takes one head, one stretch of the tokens and one slab of hidden channels,
 whose gate and up columns lie side by side and stay in shared memory: both halves of an accumulator
-meet in one thread. Two warpgroups compute, 64 tokens each; a third one loads.
+meet in one thread. Two warpgroups compute, a third one loads. They take tiles of 64 tokens in turn:
+while one makes and stores the results of its tile, the tensor cores multiply the other's.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -16,86 +16,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ttt_kernels import compat
+from ttt_kernels.fast_weight.mosaic_gpu_plan import DEPTH, PIECE, ROWS, WARPGROUPS, Plan
 
-ROWS = 64
-"""Tokens of a warpgroup's tile."""
-DEPTH = 64
-"""Key channels of one step of a product."""
-WARPGROUPS = 2
-BLOCK = WARPGROUPS * ROWS
-HIDDEN_TILES, ERROR_TILES, LEARNING_TILES = 1, 3, 4
-_MULTIPROCESSORS = 132
-_SHARED_BYTES = 232_448 - 2_048 - 4 * 1_024  # what reductions and barriers leave
 _MEMORY_REGISTERS, _COMPUTE_REGISTERS = 40, 232
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Static choices of a launch: sizes, padded already, hidden channels a slab, slots, pieces."""
-
-    batch: int
-    length: int
-    heads: int
-    key_dim: int
-    hidden: int
-    slab: int
-    stages: int
-    segments: int
-
-    @property
-    def steps(self) -> int:
-        """Steps of a product over the key channels."""
-        return self.key_dim // DEPTH
-
-    @property
-    def slabs(self) -> int:
-        """Slabs of a head."""
-        return self.hidden // self.slab
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of tokens of a row, the last one possibly partial."""
-        return -(-self.length // BLOCK)
-
-
-def _shared_bytes(key_dim: int, slab: int, stages: int, tiles: int) -> int:
-    return 2 * (key_dim * 2 * slab + stages * BLOCK * DEPTH + tiles * BLOCK * slab)
-
-
-def choose(
-    batch: int, length: int, heads: int, key_dim: int, hidden: int, *, tiles: int
-) -> Plan | None:
-    """The plan of a call, or None where a slab does not fit in shared memory.
-
-    The widest slab that fits is taken, so that tokens are read as few times as can be, and as many
-    stretches of the tokens as fill the chip once.
-
-    Args:
-      batch, length, heads, key_dim, hidden: sizes, the widths padded.
-      tiles: tiles of tokens by hidden channels that the kernel holds for its results, and for what
-        it reads: `HIDDEN_TILES` and so on.
-
-    >>> plan = choose(1, 32768, 4, 384, 384, tiles=HIDDEN_TILES)
-    >>> plan.slab, plan.segments
-    (96, 8)
-    """
-    for slab in (96, 64, 32) if tiles == 1 else (64, 32):
-        for stages in (4, 3, 2):
-            fits = _shared_bytes(key_dim, slab, stages, tiles) <= _SHARED_BYTES
-            if hidden % slab == 0 and fits:
-                ctas = batch * heads * hidden // slab
-                segments = max(1, min(-(-length // BLOCK), _MULTIPROCESSORS // ctas))
-                return Plan(batch, length, heads, key_dim, hidden, slab, stages, segments)
-    return None
-
-
-def slabs(w0: jax.Array, w2: jax.Array, slab: int) -> jax.Array:
-    """Gate and up columns slab by slab, [batch, heads, in, hidden] to [.., slabs, in, 2 slab]."""
-    parts = [w.reshape(*w.shape[:-1], -1, slab) for w in (w0, w2)]
-    return jnp.moveaxis(jnp.concatenate(parts, axis=-1), -2, -3)
-
-
-def tile_of(*shape: int):
+def _tile_of(*shape: int):
     """A bf16 tile in shared memory, swizzled by as many bytes as its last axis allows."""
     plgpu = compat.mosaic_gpu()
     width = 64 if shape[-1] % 64 == 0 else 32
@@ -104,60 +30,65 @@ def tile_of(*shape: int):
 
 
 class Place(NamedTuple):
-    """Where a warpgroup's tile of a block lies: traced indices."""
+    """Where a tile lies: traced indices."""
 
     row: jax.Array
     head: jax.Array
     slab: jax.Array
-    block: jax.Array
-    warpgroup: jax.Array
+    tile: jax.Array
 
     @property
     def tokens(self):
         """Its tokens."""
-        return pl.ds(first_token(self.block, self.warpgroup), ROWS)
+        return pl.ds(self.tile * ROWS, ROWS)
 
-    def columns(self, plan: Plan, part: int = 0):
-        """Its hidden channels; `part` 1 are those of up behind all of gate's."""
-        return pl.ds(part * plan.hidden + self.slab * plan.slab, plan.slab)
-
-
-def first_token(block, warpgroup):
-    """The first token of a warpgroup's tile."""
-    return block * BLOCK + warpgroup * ROWS
+    def columns(self, plan: Plan, start: int, size: int, part: int = 0):
+        """Hidden channels of its slab; `part` 1 are those of up behind all of gate's."""
+        return pl.ds(part * plan.hidden + self.slab * plan.slab + start, size)
 
 
-def load_rates(plan: Plan, ref, place: Place):
-    """Rates of a tile's tokens, one a row, over all of its columns."""
+def load_rates(ref, place: Place):
+    """Rates of a tile's tokens, one a row, over the columns of a piece."""
     plgpu = compat.mosaic_gpu()
     source = ref.at[place.row, place.head, place.tokens]
     rates = compat.load(source, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-    return lax.broadcast_in_dim(rates, (ROWS, plan.slab), (0,))
+    return lax.broadcast_in_dim(rates, (ROWS, PIECE), (0,))
 
 
-def store(tile, value, target):
-    """Writes a tile of registers to global memory through shared memory."""
+class Stores:
+    """A warpgroup's stores of pieces, through its buffers in turn; `number` counts its tiles."""
+
+    def __init__(self, plan: Plan, tiles, number):
+        self._plan, self._tiles, self._next = plan, tiles, number * plan.stores
+
+    def __call__(self, value, out_ref, place: Place, start: int, part: int = 0) -> None:
+        """Writes [64, 32] of a tile, from column `start` of the slab on."""
+        plgpu = compat.mosaic_gpu()
+        tile = self._tiles.at[lax.rem(self._next, jnp.int32(self._plan.buffers))]
+        self._next += 1
+        plgpu.wait_smem_to_gmem(self._plan.buffers - 1, wait_read_only=True)
+        tile[...] = value.astype(jnp.bfloat16)
+        plgpu.commit_smem()
+        columns = place.columns(self._plan, start, PIECE, part)
+        plgpu.copy_smem_to_gmem(tile, out_ref.at[place.row, place.tokens, place.head, columns])
+
+
+def launch(plan: Plan, body, out_type, interpret):
+    """The launch of `body(*inputs, *outputs, *scratch)`, with the scratch that `run` takes."""
     plgpu = compat.mosaic_gpu()
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    tile[...] = value.astype(jnp.bfloat16)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(tile, target)
-
-
-def kernel(plan: Plan, body, out_type, tiles, interpret):
-    """The launch: the slab, the ring of the tokens' slices and their barriers come last."""
-    plgpu = compat.mosaic_gpu()
-    ring = [
-        tile_of(plan.steps, DEPTH, 2 * plan.slab),
-        tile_of(plan.stages, WARPGROUPS, ROWS, DEPTH),
-        plgpu.Barrier(num_arrivals=plan.steps),
-        plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=plan.stages),
-        plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=plan.stages),
+    scratch = [
+        _tile_of(WARPGROUPS, plan.buffers, ROWS, PIECE),
+        _tile_of(plan.steps, *((plan.slab, DEPTH) if plan.transposed else (DEPTH, plan.columns))),
+        _tile_of(plan.stages, ROWS, DEPTH),
+        plgpu.Barrier(num_arrivals=1, num_barriers=plan.steps),
+        plgpu.Barrier(num_arrivals=1, num_barriers=WARPGROUPS * plan.stages),
+        plgpu.Barrier(num_arrivals=1, num_barriers=plan.stages),
+        plgpu.Barrier(num_arrivals=1, num_barriers=WARPGROUPS),
     ]
     return compat.gpu_kernel(
         body,
         out_type=out_type,
-        scratch_types=[*tiles, *ring],
+        scratch_types=scratch,
         grid=(plan.slabs, plan.heads, plan.segments, plan.batch),
         grid_names=("slab", "head", "segment", "batch"),
         num_threads=WARPGROUPS + 1,
@@ -166,83 +97,139 @@ def kernel(plan: Plan, body, out_type, tiles, interpret):
     )
 
 
-def run(plan: Plan, x_ref, w_ref, ring, finish, extra=None) -> None:
-    """The two loops; `finish(accumulator, place)` makes the results of a warpgroup's tile.
+class _Scratch(NamedTuple):
+    """Of a thread block; a slot is filled for one warpgroup, which waits at its own barriers."""
 
-    `extra` is what else the memory warpgroup loads: a function `(first, place)` called late in each
-    block, and the barrier at which each block's is given back.
+    stores: object  # tiles of each compute warpgroup
+    weights: object  # the slab, 64 key channels each
+    slots: object  # the ring of tokens' channels
+    loaded: object  # barriers of the slab
+    full: object  # of the slots, each warpgroup's own
+    free: object
+    turn: object  # of each warpgroup
+
+
+def run(plan: Plan, refs, scratch, finish) -> None:
+    """The loops of all warpgroups.
+
+    Args:
+      plan: of the launch.
+      refs: the tokens, the slabs of the matrices, and what arrives from above or None: one or
+        more arrays of the hidden width, slab by slab side by side. It has whole tiles of tokens,
+        for it is loaded straight into registers, before the products.
+      scratch: what `launch` appended.
+      finish: `finish(pieces, place, store)` makes the results of a tile from an iterator over
+        `(start, products, above)`: the first column in the slab, and [64, 32] float32 of each
+        matrix' product and of what arrives, as many as there are.
     """
     plgpu = compat.mosaic_gpu()
-    weights, xs, loaded, full, free = ring
-    slab, h = lax.axis_index("slab"), lax.axis_index("head")
-    segment, b = lax.axis_index("segment"), lax.axis_index("batch")
-    w = lax.axis_index("warpgroup")
-    low = lax.div(segment * plan.blocks, plan.segments)
-    count = lax.div((segment + 1) * plan.blocks, plan.segments) - low
+    at = _Scratch(*scratch)
+    place = Place(*(lax.axis_index(name) for name in ("batch", "head", "slab")), 0)
+    segment, w = lax.axis_index("segment"), lax.axis_index("warpgroup")
+    low = lax.div(segment * plan.tiles, plan.segments)
+    count = lax.div((segment + 1) * plan.tiles, plan.segments) - low
 
     @pl.when(w == WARPGROUPS)
     def _():
         plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
-        row = 0 if w_ref.shape[0] == 1 else b
-        for k in range(plan.steps):
-            source = w_ref.at[row, h, slab, pl.ds(k * DEPTH, DEPTH)]
-            plgpu.copy_gmem_to_smem(source, weights.at[k], loaded)
-        _load_tokens(plan, x_ref, xs, full, free, (b, h, slab), low, count, extra)
+        _load(plan, *refs[:2], at, place._replace(tile=low), count)
 
     @pl.when(w < WARPGROUPS)
     def _():
         plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
-        plgpu.barrier_wait(loaded)
 
-        @pl.loop(0, count)
+        @pl.loop(0, lax.div(count - w + 1, WARPGROUPS))
         def _(i):
-            def product(acc):
-                for k in range(plan.steps):
-                    slot = lax.rem(i * plan.steps + k, jnp.int32(plan.stages))
-                    plgpu.barrier_wait(full.at[slot])
-                    plgpu.wgmma(acc, xs.at[slot, w], weights.at[k])
-                    if k:
-                        plgpu.wgmma_wait(1)
-                        before = lax.rem(i * plan.steps + k - 1, jnp.int32(plan.stages))
-                        plgpu.barrier_arrive(free.at[before])
-                found = acc[...]
-                plgpu.barrier_arrive(free.at[slot])
-                return found
-
-            acc = pl.run_scoped(product, plgpu.ACC((ROWS, 2 * plan.slab), jnp.float32))
-            finish(acc, Place(b, h, slab, low + i, w))
+            number = WARPGROUPS * i + w
+            own = place._replace(tile=low + number)
+            above = None if refs[2] is None else _load_above(plan, refs[2], own)
+            acc = _product(plan, at, w, number)
+            finish(_pieces(plan, acc, above), own, Stores(plan, at.stores.at[w], i))
 
         plgpu.wait_smem_to_gmem(0)
 
 
-def _load_tokens(plan: Plan, x_ref, xs, full, free, head_and_slab, low, count, extra) -> None:
-    """The memory warpgroup's loop over blocks and slices of their key channels."""
+def _load(plan: Plan, x_ref, w_ref, at: _Scratch, first: Place, count) -> None:
+    """The memory warpgroup: the slab beside the first tile's tokens, then tile after tile."""
     plgpu = compat.mosaic_gpu()
-    b, h, slab = head_and_slab
     total = count * plan.steps
+    row = 0 if w_ref.shape[0] == 1 else first.row
 
     @pl.loop(0, total)
     def _(i):
         slot = lax.rem(i, jnp.int32(plan.stages))
+        number, k = lax.div(i, jnp.int32(plan.steps)), lax.rem(i, jnp.int32(plan.steps))
+        place = first._replace(tile=first.tile + number)
+        full = at.full.at[lax.rem(number, WARPGROUPS) * plan.stages + slot]
+
+        @pl.when(i < plan.steps)
+        def _():
+            depth = pl.ds(k * DEPTH, DEPTH)
+            if plan.transposed:
+                source = w_ref.at[row, first.head, pl.ds(first.slab * plan.slab, plan.slab), depth]
+            else:
+                source = w_ref.at[row, first.head, first.slab, depth]
+            plgpu.copy_gmem_to_smem(source, at.weights.at[k], at.loaded.at[k])
 
         @pl.when(i >= plan.stages)
         def _():
-            plgpu.barrier_wait(free.at[slot])
+            plgpu.barrier_wait(at.free.at[slot])
 
-        number, k = lax.div(i, jnp.int32(plan.steps)), lax.rem(i, jnp.int32(plan.steps))
-        for w in range(WARPGROUPS):
-            tokens, channels = pl.ds(first_token(low + number, w), ROWS), pl.ds(k * DEPTH, DEPTH)
-            source = x_ref.at[b, tokens, h, channels]
-            plgpu.copy_gmem_to_smem(source, xs.at[slot, w], full.at[slot])
-        if extra is not None:
-            @pl.when(k == plan.steps - 1)
-            def _():
-                extra[0](number == 0, Place(b, h, slab, low + number, 0))
+        source = x_ref.at[place.row, place.tokens, place.head, pl.ds(k * DEPTH, DEPTH)]
+        plgpu.copy_gmem_to_smem(source, at.slots.at[slot], full)
 
     # A producer must outlive its consumers' last arrivals.
     @pl.loop(lax.max(total - plan.stages, jnp.int32(0)), total)
     def _(i):
-        plgpu.barrier_wait(free.at[lax.rem(i, jnp.int32(plan.stages))])
+        plgpu.barrier_wait(at.free.at[lax.rem(i, jnp.int32(plan.stages))])
 
-    if extra is not None:
-        plgpu.barrier_wait(extra[1])
+
+def _product(plan: Plan, at: _Scratch, w, number):
+    """The products of a warpgroup's tile, [64, columns] float32, when it is its turn."""
+    plgpu = compat.mosaic_gpu()
+    if plan.turns:
+        @pl.when(number > 0)
+        def _():
+            plgpu.barrier_wait(at.turn.at[w])
+
+    def compute(acc):
+        for k in range(plan.steps):
+            slot = lax.rem(number * plan.steps + k, jnp.int32(plan.stages))
+
+            @pl.when(number < WARPGROUPS)
+            def _(k=k):
+                plgpu.barrier_wait(at.loaded.at[k])
+
+            plgpu.barrier_wait(at.full.at[w * plan.stages + slot])
+            weights = at.weights.at[k]
+            weights = weights.transpose((1, 0)) if plan.transposed else weights
+            plgpu.wgmma(acc, at.slots.at[slot], weights)
+            if plan.turns and k == plan.steps - 1:
+                plgpu.barrier_arrive(at.turn.at[1 - w])
+            if k:
+                plgpu.wgmma_wait(1)
+                before = lax.rem(number * plan.steps + k - 1, jnp.int32(plan.stages))
+                plgpu.barrier_arrive(at.free.at[before])
+        found = acc[...]
+        plgpu.barrier_arrive(at.free.at[slot])
+        return found
+
+    return pl.run_scoped(compute, plgpu.ACC((ROWS, plan.columns), jnp.float32))
+
+
+def _load_above(plan: Plan, ref, place: Place):
+    """What arrives at a tile, bf16 in registers: [64, slab], or twice that."""
+    plgpu = compat.mosaic_gpu()
+    width = ref.shape[-1] // plan.slabs
+    source = ref.at[place.row, place.tokens, place.head, pl.ds(place.slab * width, width)]
+    return compat.load(source, layout=plgpu.Layout.WGMMA, optimized=False)
+
+
+def _pieces(plan: Plan, acc, above):
+    """Of a tile in registers; see `run`."""
+    def split(x, start):
+        firsts = range(start, x.shape[1], plan.slab)
+        return [x[:, first : first + PIECE].astype(jnp.float32) for first in firsts]
+
+    for start in range(0, plan.slab, PIECE):
+        yield start, split(acc, start), [] if above is None else split(above, start)
