@@ -16,6 +16,7 @@ from tests.inner_loop import cases
 from tests.kernels import tpu
 from tests.tolerances import assert_close, tolerance
 from ttt_jax import presets
+from ttt_jax.inner_loop import api
 from ttt_kernels import compat
 
 FUSED = {"fast_weight_gradients", "fast_weight_apply", "newton_schulz"}
@@ -69,6 +70,20 @@ def test_the_program_holds_the_kernels(platform, variant, monkeypatch):
     if backend == "mosaic_gpu" and 2 <= variant < 6:  # whole rows stay as they come
         passes = re.findall(r"stablehlo.(?:transpose|multiply).*tensor<1x384x2x64x.*", program)
         assert not passes, passes
+
+
+def test_auto_takes_kernels_on_hopper_where_they_were_seen_to_win(monkeypatch):
+    monkeypatch.setattr(compat, "hopper_problem", lambda: None)
+    views = presets.lact_nvs([(0, 2048, True, False), (0, 4096, False, True)])
+    for spec, form, backend in (
+        (presets.lact_llm(0, chunk_size=2048), "recurrent", None),
+        (presets.lact_llm(1, chunk_size=2048), "recurrent", None),
+        (presets.lact_llm(0, chunk_size=256), "recurrent", "xla"),
+        (presets.lact_llm(2, chunk_size=256), "parallel", None),
+        (views, "parallel", "xla"),
+    ):
+        chosen = api.choose(spec, "auto", None, False)
+        assert (chosen.form, chosen.backend) == (form, backend), spec
 
 
 def _in_the_interpreter(monkeypatch, backend):

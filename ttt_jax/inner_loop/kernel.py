@@ -20,6 +20,8 @@ from ttt_jax.inner_loop.updates import State
 from ttt_kernels import compat
 from ttt_kernels.linear_attention import linear_attention
 
+_LONG_CHUNK = 1024  # tokens, as in ``ttt_kernels.chunk_products``; shorter ones have not been timed
+
 
 def obstacles(spec: InnerLoop, channel_gate: bool = False) -> list[str]:
     """Why no operation of ``spec`` has a kernel: one sentence a field, or nothing.
@@ -48,10 +50,18 @@ def wants_whole_rows(spec: InnerLoop, backend: str | None) -> bool:
 def wins(spec: InnerLoop, channel_gate: bool) -> bool:
     """Whether ``mode="auto"`` takes kernels on the device at hand: where they were seen to win."""
     if compat.hopper_problem() is None:  # BUILD_NOTES has the times, one H200
-        return rows.fits(spec, None) or not one_call_obstacles(spec, channel_gate)
+        one_call = not one_call_obstacles(spec, channel_gate)
+        return rows.fits(spec, None) or one_call or _network_wins(spec)
     if compat.tpu_problem() is None:
         return not obstacles(spec, channel_gate)
     return False
+
+
+def _network_wins(spec: InnerLoop) -> bool:
+    """Whether the recurrent form gains by the kernels of LaCT's network: in long chunks."""
+    named = isinstance(spec.order, str) and spec.order != "token_causal"
+    long = (spec.chunk_size or 0) >= _LONG_CHUNK
+    return type(spec.fast_net) is SwiGLU and spec.loss.state_free and named and long
 
 
 def one_call_obstacles(spec: InnerLoop, channel_gate: bool = False) -> list[str]:
