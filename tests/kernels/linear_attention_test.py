@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import math
 
 import jax
 import jax.numpy as jnp
@@ -11,90 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kernels.attention_battery import (
+    BF16_RMS,
+    cotangents,
+    make,
+    naive,
+    results,
+    rms_error,
+    slow,
+)
 from tests.tolerances import assert_close, tolerance
 from ttt_kernels import compat, linear_attention
-from ttt_kernels.linear_attention import api, mosaic_gpu, segments, tiling, xla
-
-BF16_RMS = 0.01
-DECAYS = (0.0, -1e-3, -0.1, -0.5, -20.0, -80.0)
-
-
-def naive(q, k, v, log_decay, initial_state, segment_ids, causal, chunk_size, include):
-    """The definition in float64 NumPy, document by document, with states written out."""
-    q, k, v, log_decay, state = (
-        np.asarray(x, np.float64) for x in (q, k, v, log_decay, initial_state)
-    )
-    out = np.zeros_like(v)
-    final = state.copy()
-    for b in range(len(q)):
-        documents, previous = [], -1
-        for t, i in enumerate(segment_ids[b]):
-            if i >= 0:
-                if i != previous:
-                    documents.append([])
-                documents[-1].append(t)
-            previous = i
-        for number, tokens in enumerate(documents):
-            s = state[b] if number == 0 else np.zeros_like(state[b])
-            size = 1 if causal == "token" else chunk_size
-            for start in range(0, len(tokens), size):
-                chunk, before = tokens[start:start + size], s
-                for t in chunk:
-                    s = np.exp(log_decay[b, t])[:, None, None] * s
-                    s = s + k[b, t][:, :, None] * v[b, t][:, None, :]
-                read = s if causal == "token" or include else before
-                for t in chunk:
-                    out[b, t] = np.einsum("hd,hde->he", q[b, t], read)
-            final[b] = s
-    return out, final
-
-
-def make(seed, batch, length, heads, key_dim, value_dim, *, decay, state, packed,
-         dtype=jnp.float32):
-    """Random arguments; packed rows have padding ahead, inside and behind."""
-    rng = np.random.default_rng(seed)
-    shape = (batch, length, heads)
-    x = {
-        name: jnp.asarray(rng.standard_normal((*shape, dim)), dtype)
-        for name, dim in (("q", key_dim), ("k", key_dim), ("v", value_dim))
-    }
-    if decay:
-        x["log_decay"] = jnp.asarray(rng.choice(DECAYS, size=shape), jnp.float32)
-    if state:
-        s = rng.standard_normal((batch, heads, key_dim, value_dim))
-        x["initial_state"] = jnp.asarray(s, jnp.float32)
-    ids = None
-    if packed:
-        ids = np.cumsum(rng.random((batch, length)) < 0.06, axis=1)
-        ids[rng.random((batch, length)) < 0.06] = -1
-        ids[0, :2], ids[-1, -3:] = -1, -1
-        ids = jnp.asarray(ids, jnp.int32)
-    return x, ids
-
-
-@functools.partial(jax.jit, static_argnums=(2,))
-def results(x, segment_ids, function, cotangents):
-    """(out, final state, gradients) of one implementation for random cotangents of both."""
-    def loss(x):
-        out, final = function(**x, segment_ids=segment_ids)
-        value = jnp.sum(out * cotangents[0], dtype=final.dtype) + jnp.sum(final * cotangents[1])
-        return value, (out, final)
-
-    gradients, (out, final) = jax.grad(loss, has_aux=True)(x)
-    return {"out": out, "final": final, **{f"d_{name}": g for name, g in gradients.items()}}
-
-
-def cotangents(x, seed=7):
-    rng = np.random.default_rng(seed)
-    batch, _, heads, key_dim = x["q"].shape
-    final = (batch, heads, key_dim, x["v"].shape[-1])
-    return tuple(jnp.asarray(rng.standard_normal(s), jnp.float32) for s in (x["v"].shape, final))
-
-
-def rms_error(value, reference):
-    value, reference = np.asarray(value, np.float64), np.asarray(reference, np.float64)
-    return np.sqrt(np.mean((value - reference) ** 2) / max(np.mean(reference**2), 1e-30))
-
+from ttt_kernels.linear_attention import api, segments, xla
 
 CAUSAL = [
     dict(causal="token"),
@@ -103,10 +30,6 @@ CAUSAL = [
     dict(causal="chunk", chunk_size=40),
     dict(causal="chunk", chunk_size=40, include_current_chunk=True),
 ]
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.exhaustive)
 
 
 @pytest.mark.parametrize(
@@ -158,8 +81,8 @@ def test_float64_to_rounding():
     with jax.enable_x64(True):
         x, ids = make(4, 1, 70, 2, 4, 4, decay=True, state=True, packed=True, dtype=jnp.float64)
         x = {name: value.astype(jnp.float64) for name, value in x.items()}
-        run = [linear_attention(**x, segment_ids=ids, implementation=name)
-               for name in ("reference", "xla")]
+        run = jax.jit(lambda x: [linear_attention(**x, segment_ids=ids, implementation=name)
+                                 for name in ("reference", "xla")])(x)
     assert run[1][1].dtype == jnp.float64
     for value, expected in zip(run[1], run[0], strict=True):
         assert_close(value, expected, tolerance(jnp.float64, 70))
@@ -167,17 +90,17 @@ def test_float64_to_rounding():
 
 def test_decay_of_minus_infinity_and_long_strong_decay():
     x, _ = make(5, 1, 60, 1, 4, 4, decay=True, state=True, packed=False)
-    decay = x["log_decay"].at[0, 20].set(-jnp.inf)
-    out, _ = linear_attention(**{**x, "log_decay": decay}, implementation="xla")
-    tail = {name: x[name][:, 20:] for name in "qkv"}
-    alone, _ = linear_attention(**tail, log_decay=decay[:, 20:].at[0, 0].set(0.0),
-                                implementation="reference")
-    assert_close(out[:, 20:], alone, tolerance(jnp.float32, 40))
+    ids = np.zeros((1, 60), int)
+    run = jax.jit(functools.partial(linear_attention, implementation="xla"))
+    wiped = x["log_decay"].at[0, 20].set(-jnp.inf)
     # After a long fall by 80 a token the weights of the last, undecayed tokens must stay exact.
     fall = jnp.full((1, 60, 1), -80.0).at[:, -8:].set(-1e-3)
-    run = [linear_attention(**{**x, "log_decay": fall}, implementation=name)[0]
-           for name in ("reference", "xla")]
-    assert_close(run[1], run[0], tolerance(jnp.float32, 8))
+    for decay in (wiped, fall):
+        y = {**x, "log_decay": decay}
+        arrays = [y[n] for n in ("q", "k", "v", "log_decay", "initial_state")]
+        expected = naive(*arrays, ids, "token", None, False)
+        for value, exact in zip(run(**y), expected, strict=True):
+            assert_close(value, exact, tolerance(jnp.float32, 60))
 
 
 @settings(deadline=None, max_examples=2)
@@ -205,13 +128,13 @@ def test_padding_may_hold_nan_and_packed_equals_alone(implementation):
         out, final = linear_attention(**x, segment_ids=ids, implementation=implementation)
         return jnp.sum(out**2) + jnp.sum(final**2), (out, final)
 
-    gradients, (out, final) = jax.grad(loss, has_aux=True)(dirty)
+    gradients, (out, final) = jax.jit(jax.grad(loss, has_aux=True))(dirty)
     assert all(bool(jnp.isfinite(g).all()) for g in gradients.values())
     assert float(jnp.abs(out[:, -6:]).max()) == 0
     start = 0
     for n in lengths:
-        one = {name: value[:, start:start + n] for name, value in x.items()}
-        alone, last = linear_attention(**one, implementation="reference")
+        one = [x[name][:, start:start + n] for name in ("q", "k", "v", "log_decay")]
+        alone, last = naive(*one, np.zeros((1, 2, 4, 4)), np.zeros((1, n)), "token", None, False)
         assert_close(out[:, start:start + n], alone, tolerance(jnp.float32, n))
         start += n
     assert_close(final, last, tolerance(jnp.float32, n))
@@ -276,137 +199,3 @@ def test_named_kernel_never_falls_back_and_auto_says_what_it_took(caplog):
     assert sum("'xla'" in r.getMessage() for r in caplog.records) == 1
     assert api._choose({"mosaic_gpu": None}, None)[0] == "mosaic_gpu"
     assert api._choose({"mosaic_gpu": "not sm90"}, None) == ("xla", "not sm90")
-
-
-INTERPRETED = [
-    # length, heads, key_dim, value_dim, decay, state, packed, options
-    (150, 1, 128, 128, False, True, False, dict(segments_per_row=2, stages=1)),
-    (200, 1, 64, 48, True, True, True, dict(segments_per_row=2, stages=1)),
-    (7, 1, 64, 128, True, False, False, dict(segments_per_row=1)),
-    slow(200, 1, 128, 128, True, True, True, dict(segments_per_row=2, stages=1)),
-    slow(200, 1, 192, 64, False, False, True, dict(segments_per_row=3)),
-]
-
-
-@pytest.mark.skipif(compat.JAX_VERSION < (0, 11),
-                    reason="the Mosaic GPU interpreter needs jax >= 0.11; lowering is tested")
-@pytest.mark.parametrize("length, heads, key_dim, value_dim, decay, state, packed, options",
-                         INTERPRETED, ids=str)
-def test_mosaic_gpu_in_the_interpreter(
-    length, heads, key_dim, value_dim, decay, state, packed, options, capfd
-):
-    x, ids = make(1, 1, length, heads, key_dim, value_dim, decay=decay, state=state,
-                  packed=packed, dtype=jnp.bfloat16)
-    exact = {n: v.astype(jnp.float32) for n, v in x.items()}
-    if packed:  # the kernels zero padding themselves
-        padding = (ids < 0)[..., None, None]
-        x |= {n: jnp.where(padding, jnp.nan, x[n]) for n in "qkv"}
-    kernel = functools.partial(mosaic_gpu.linear_attention, interpret=True, **options)
-    try:
-        got = results(x, ids, kernel, cotangents(x))
-    except Exception:
-        compat.reset_gpu_interpreter()
-        raise
-    reference = functools.partial(linear_attention, implementation="reference")
-    want = results(exact, ids, reference, cotangents(x))
-    for name, expected in want.items():
-        assert rms_error(got[name], expected) < BF16_RMS, name
-    assert "RACE DETECTED" not in capfd.readouterr().out
-
-
-LOWERED = [
-    # batch, length, heads, key_dim, value_dim
-    (1, 32768, 12, 128, 128),
-    (2, 1, 1, 80, 128),
-    (1, 4096, 3, 256, 256),
-    slow((1, 32768, 24, 64, 64)),
-    slow((40, 1000, 4, 128, 128)),
-    slow((1, 4096, 3, 192, 192)),
-]
-
-
-@pytest.mark.parametrize("shape", LOWERED, ids=str)
-@pytest.mark.parametrize("decay", [False, True], ids=["plain", "decay"])
-def test_mosaic_gpu_lowers_with_every_tiling(shape, decay):
-    batch, length, heads, key_dim, value_dim = shape
-    widths = (tiling.padded_dim(key_dim), tiling.padded_dim(value_dim))
-    default = tiling.choose(batch, length, heads + heads % 2, *widths, decay=decay)
-    for stages in tiling.stage_options(default, decay):
-        lowered = _lower(shape, decay, grad=False, stages=stages).as_text()
-        assert "linear_attention_outputs" in lowered
-        assert ("linear_attention_summaries" in lowered) == (default.segments > 1)
-
-
-def _lower(shape, decay, grad, **options):
-    batch, length, heads, key_dim, value_dim = shape
-    struct = jax.ShapeDtypeStruct
-    x = {
-        "q": struct((batch, length, heads, key_dim), jnp.bfloat16),
-        "k": struct((batch, length, heads, key_dim), jnp.bfloat16),
-        "v": struct((batch, length, heads, value_dim), jnp.bfloat16),
-        "initial_state": struct((batch, heads, key_dim, value_dim), jnp.float32),
-    }
-    if decay:
-        x["log_decay"] = struct((batch, length, heads), jnp.float32)
-
-    def function(x):
-        return mosaic_gpu.linear_attention(**x, **options)
-
-    def gradient(x):
-        return jax.grad(lambda x: sum(jnp.sum(y, dtype=jnp.float32) for y in function(x)))(x)
-
-    return jax.jit(gradient if grad else function).trace(x).lower(lowering_platforms=("cuda",))
-
-
-def test_mosaic_gpu_gradient_lowers_and_keeps_only_inputs_and_segment_states():
-    lowered = _lower((1, 4096, 2, 128, 64), True, grad=True).as_text()
-    # One forward pass of outputs, and one each for dq, dk and dv.
-    assert lowered.count("linear_attention_outputs") >= 4
-    x, _ = make(2, 1, 256, 2, 64, 64, decay=False, state=True, packed=False, dtype=jnp.bfloat16)
-    _, pullback = jax.eval_shape(
-        lambda x: jax.vjp(lambda x: mosaic_gpu.linear_attention(**x), x), x
-    )
-    kept = sum(math.prod(r.shape) * r.dtype.itemsize for r in jax.tree.leaves(pullback))
-    inputs = sum(v.size * v.dtype.itemsize for v in x.values())
-    states = 4 * 2 * 64 * 64 * 4  # segments, heads, widths, bytes
-    assert kept <= inputs + states + 2 * 64 * 64 * 4
-
-
-def test_mosaic_gpu_under_vmap_and_shard_map_adds_no_collective():
-    x = jax.ShapeDtypeStruct((2, 300, 2, 128), jnp.bfloat16)
-    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    by_batch = jax.sharding.PartitionSpec("data")
-
-    def one(q, k, v):
-        return mosaic_gpu.linear_attention(q, k, v)[0]
-
-    mapped = jax.shard_map(one, mesh=mesh, in_specs=by_batch, out_specs=by_batch,
-                           check_vma=False)
-    batched = jax.vmap(lambda *row: one(*(r[None] for r in row)))
-    for function in (mapped, batched):
-        def loss(*arrays, function=function):
-            return jnp.sum(function(*arrays), dtype=jnp.float32)
-
-        gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
-        lowered = gradient.trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
-        # Summaries and prefix forwards (the outputs are not needed), dq; summaries and prefix
-        # backwards, dk and dv.
-        assert lowered.count("custom_call @mosaic_gpu") == 6
-        if function is mapped:  # vmap hides the kernels' names
-            assert "linear_attention_key_value" in lowered
-        assert "all_gather" not in lowered and "all_reduce" not in lowered
-
-
-def test_tiling_fits_and_refuses():
-    for dims in ((64, 64), (128, 128), (192, 192), (256, 256), (256, 64)):
-        for decay in (False, True):
-            for portable in (False, True):
-                plan = tiling.choose(1, 4096, 4, *dims, decay=decay, portable=portable)
-                assert plan.shared_memory(decay) <= tiling.SHARED_MEMORY_BYTES
-                beside = plan.with_beside()
-                assert 1 <= beside.stages <= plan.stages
-                assert beside.shared_memory(True, True) <= tiling.SHARED_MEMORY_BYTES
-    with pytest.raises(ValueError, match="segments=0"):
-        tiling.choose(1, 64, 2, 64, 64, decay=False, segments=0)
-    with pytest.raises(ValueError, match="stages=9"):
-        tiling.choose(1, 64, 2, 64, 64, decay=False, stages=9)
