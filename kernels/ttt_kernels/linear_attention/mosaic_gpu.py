@@ -65,11 +65,9 @@ def linear_attention(
     real = None
     if segment_ids is not None:
         log_decay, real = _documents_as_decay(q, log_decay, segment_ids)
-    if log_decay is not None:
-        log_decay = jnp.maximum(log_decay.astype(jnp.float32), WIPE)
     q, k, v, log_decay, initial_state = _pad(q, k, v, log_decay, initial_state)
     if real is not None:
-        real = jnp.pad(real, ((0, 0), (0, q.shape[1] - length)), constant_values=True)
+        real = jnp.pad(real, ((0, 0), (0, -length % tiling.BLOCK)), constant_values=True)
     if portable is None:
         portable = interpret
     plan = tiling.choose(
@@ -84,8 +82,8 @@ def linear_attention(
 def _documents_as_decay(q, log_decay, segment_ids) -> tuple[jax.Array, jax.Array]:
     """Log decays in which each later document's first token wipes the state; and what is real."""
     real = segments.is_real(segment_ids)
-    document = segments.document_index(segment_ids)
-    wipe = jnp.diff(document, axis=1, prepend=0) > 0
+    first = jnp.argmax(real, axis=1, keepdims=True)
+    wipe = segments.document_starts(segment_ids) & (jnp.arange(real.shape[1]) > first)
     if log_decay is None:
         log_decay = jnp.zeros(q.shape[:3], jnp.float32)
     log_decay = jnp.where(real[:, :, None], log_decay, 0)
@@ -93,7 +91,10 @@ def _documents_as_decay(q, log_decay, segment_ids) -> tuple[jax.Array, jax.Array
 
 
 def _pad(q, k, v, log_decay, state):
-    """Pads widths to multiples of 64, paired heads to an even number, time to a multiple of 8."""
+    """Pads widths to multiples of 64, paired heads to an even number, time to a multiple of 8.
+
+    The time of log decays to a multiple of 64.
+    """
     length, heads = q.shape[1:3]
     key_dim, value_dim = (tiling.padded_dim(x.shape[-1]) for x in (q, v))
     extra_heads = heads % 2 if key_dim == value_dim == 64 else 0
@@ -104,7 +105,7 @@ def _pad(q, k, v, log_decay, state):
 
     q, k = (grow(x, 0, time, extra_heads, key_dim - x.shape[-1]) for x in (q, k))
     if log_decay is not None:
-        log_decay = grow(log_decay, 0, time, extra_heads)
+        log_decay = grow(log_decay.astype(jnp.float32), 0, -length % tiling.BLOCK, extra_heads)
     if state is not None:
         state = state.astype(jnp.float32)
         widths = (0, extra_heads, key_dim - state.shape[-2], value_dim - state.shape[-1])

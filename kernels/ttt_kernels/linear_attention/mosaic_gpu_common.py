@@ -21,8 +21,9 @@ HELPER_REGISTERS = 104
 
 
 class Weights(NamedTuple):
-    """What the kernels read beside the tensors; None where a call has none."""
+    """What the kernels read beside the tensors; None what a call has not or a kernel needs not."""
 
+    log_decay: jax.Array | None  # [batch, blocks * 64, heads] f32
     sums: jax.Array | None  # [batch, heads, blocks * 64] f32, log decays from the block's start
     real: jax.Array | None  # [batch, blocks * 64] f32, 0 for padding of packed rows
     padded: jax.Array | None  # [batch, blocks] int32, whether a block holds padding
@@ -40,21 +41,30 @@ class Plan:
     batch: int
     length: int
     heads: int
-    decay: bool
-    documents: bool
+    given: tuple[bool, ...]  # which of the weights the kernel reads
     reverse: bool
 
     @classmethod
     def of(cls, tiling: Tiling, q, weights: Weights, reverse: bool) -> Plan:
         """The plan of a call with queries (or keys) like `q`."""
-        decay, documents = weights.sums is not None, weights.real is not None
-        return cls(tiling, *q.shape[:3], decay, documents, reverse)
+        return cls(tiling, *q.shape[:3], tuple(x is not None for x in weights), reverse)
+
+    @property
+    def decay(self) -> bool:
+        """Whether the state decays."""
+        given = Weights(*self.given)
+        return given.log_decay or given.sums
+
+    @property
+    def documents(self) -> bool:
+        """Whether rows are packed, with padding that must be zeroed."""
+        return Weights(*self.given).padded
 
     def split(self, refs) -> tuple[Weights, tuple]:
-        """References of the weights that the call has, and the references behind them."""
-        sums, refs = (refs[0], refs[1:]) if self.decay else (None, refs)
-        (real, padded), refs = (refs[:2], refs[2:]) if self.documents else ((None, None), refs)
-        return Weights(sums, real, padded), refs
+        """References of the weights that the kernel reads, and the references behind them."""
+        refs = list(refs)
+        weights = Weights(*(refs.pop(0) if given else None for given in self.given))
+        return weights, tuple(refs)
 
     def segment_blocks(self, segment):
         """First block and number of blocks of a segment; they differ by at most one block."""
@@ -171,22 +181,22 @@ def weigh_values(values, weights, scaled):
     scaled[...] = (x * rows(weights, x.shape[1])).astype(jnp.bfloat16)
 
 
-def walk(plan: Plan, weights: Weights, batch, block_of, count, body, carry=()):
-    """A preparing warpgroup's loop: `carry = body(i, block, padded, carry)` for `count` steps.
+def walk(count, block_of, load, body, carry=()):
+    """A warpgroup's loop over blocks: `carry = body(i, block, loaded, carry)` for `count` steps.
 
-    `padded` says whether the block holds padding (None without documents); it is read one step
-    ahead, for it comes from global memory.
+    `load(block)` reads what the block needs of global memory, one step ahead.
     """
-    if not plan.documents:
-        return lax.fori_loop(0, count, lambda i, c: body(i, block_of(i), None, c), carry)
-
     def step(i, state):
-        padded, carry = state
-        ahead = weights.padded[batch, block_of(lax.min(i + 1, count - 1))]
-        return ahead, body(i, block_of(i), padded, carry)
+        loaded, carry = state
+        ahead = load(block_of(lax.min(i + 1, count - 1)))
+        return ahead, body(i, block_of(i), loaded, carry)
 
-    first = weights.padded[batch, block_of(jnp.int32(0))]
-    return lax.fori_loop(0, count, step, (first, carry))[1]
+    return lax.fori_loop(0, count, step, (load(block_of(jnp.int32(0))), carry))[1]
+
+
+def is_padded(weights: Weights, batch, block):
+    """Whether a block holds padding, int32; None without documents."""
+    return None if weights.padded is None else weights.padded[batch, block]
 
 
 def clean_tiles(weights: Weights, padded, batch, block, tiles) -> None:
@@ -232,25 +242,53 @@ def copy_sums(plan: Plan, ref, slots, slot, batch, group, token, barrier):
         plgpu.copy_gmem_to_smem(source, slots.at[slot, g], barrier)
 
 
-def share_factors(sums, total, slot, reverse: bool):
-    """Writes the decays that the compute warpgroups apply; returns those of what is added.
+def state_factors(sums, total, reverse: bool) -> tuple:
+    """Decays of what each token of a block reads of the state, and of the state over the block.
 
     Args:
-      sums: [64] sums of a block's log decays, one a row.
-      total: their last.
-      slot: [2, 64] of shared memory: the factor from the block's start to each token, and from
-        each token to the block's end.
-      reverse: whether what is added to the state decays towards the block's start.
+      sums: [64] sums of the block's log decays, one a row.
+      total: the last of them.
+      reverse: whether the state comes from the block's end.
     """
-    inner, outer = jnp.exp(sums), jnp.exp(total - sums)
-    slot.at[0][...] = inner
-    slot.at[1][...] = outer
-    return inner if reverse else outer
+    return jnp.exp(total - sums if reverse else sums), jnp.exp(total)
 
 
-def read_factors(plan: Plan, slot) -> tuple:
-    """What `share_factors` wrote: the decay of what each token reads, and of the whole block."""
-    return load_vector(slot.at[1 if plan.reverse else 0], 1), slot[0, BLOCK - 1]
+def wait_prepared(barrier, padded, *, first: bool) -> None:
+    """Waits for a block's prepared tiles: first of all where its padding is being zeroed, else
+    as late as they are needed. Called twice a block."""
+    plgpu = compat.mosaic_gpu()
+    if padded is None:
+        if not first:
+            plgpu.barrier_wait(barrier)
+        return
+
+    @pl.when((padded != 0) if first else (padded == 0))
+    def _():
+        plgpu.barrier_wait(barrier)
+
+
+def running_sums(log_decay) -> tuple:
+    """Sums of a block's log decays up to each token, and behind it.
+
+    Args:
+      log_decay: [64] f32, one a column of a tile.
+
+    Returns:
+      Two of [64] f32, one a row; they add up to the whole block's.
+    """
+    x = lax.broadcast_in_dim(log_decay, (BLOCK, BLOCK), (1,))
+    before = triangle(False)
+    return tuple(jnp.sum(jnp.where(before, *pair), axis=1) for pair in ((x, 0.0), (0.0, x)))
+
+
+def triangle(upper: bool):
+    """[64, 64] mask of row <= column (`upper`), or of row >= column."""
+    plgpu = compat.mosaic_gpu()
+    row, column = (
+        plgpu.broadcasted_iota(jnp.int32, (BLOCK, BLOCK), axis, layout=plgpu.Layout.WGMMA)
+        for axis in (0, 1)
+    )
+    return row <= column if upper else row >= column
 
 
 def own(plan: Plan, warpgroup):

@@ -28,31 +28,26 @@ def block_sums(log_decay: jax.Array) -> jax.Array:
     A plain float32 sum of 64 is exact enough beside bf16 products.
 
     Args:
-      log_decay: [batch, time, heads] float32.
+      log_decay: [batch, time, heads] float32, time a multiple of 64; below -200 counts as that.
 
     Returns:
-      [batch, heads, blocks * 64] float32; tokens past the end repeat the last sum.
+      [batch, heads, time] float32.
     """
     batch, length, heads = log_decay.shape
-    n = blocks(length)
-    x = jnp.pad(log_decay, ((0, 0), (0, n * BLOCK - length), (0, 0)))
-    x = jnp.moveaxis(x.reshape(batch, n, BLOCK, heads), 3, 1)
-    return jnp.cumsum(x, axis=-1).reshape(batch, heads, n * BLOCK)
+    x = jnp.maximum(log_decay, WIPE).reshape(batch, length // BLOCK, BLOCK, heads)
+    return jnp.cumsum(jnp.moveaxis(x, 3, 1), axis=-1).reshape(batch, heads, length)
 
 
 def padding(real: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
     """Which tokens are real, and which blocks hold padding, as the kernels read it.
 
     Args:
-      real: [batch, time] bool, or None where no row has padding.
+      real: [batch, time] bool, time a multiple of 64, or None where no row has padding.
 
     Returns:
-      ([batch, blocks * 64] float32, [batch, blocks] int32), or (None, None).
+      ([batch, time] float32, [batch, time / 64] int32), or (None, None).
     """
     if real is None:
         return None, None
-    batch, length = real.shape
-    n = blocks(length)
-    real = jnp.pad(real, ((0, 0), (0, n * BLOCK - length)), constant_values=True)
-    padded = ~jnp.all(real.reshape(batch, n, BLOCK), axis=-1)
+    padded = ~jnp.all(real.reshape(real.shape[0], -1, BLOCK), axis=-1)
     return real.astype(jnp.float32), padded.astype(jnp.int32)

@@ -82,8 +82,7 @@ def key_value_gradients(
         common.tile(tiling, COMPUTE_WARPGROUPS, dim // _HALF, BLOCK, _HALF),
         common.tile(tiling, *pair),
         *((plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS),) * 2 if single else ()),
-        *((vectors, vectors, plgpu.SMEM((tiling.heads_per_cta, 2, BLOCK), jnp.float32),
-           common.tile(tiling, *pair)) if plan.decay else ()),
+        *((vectors, vectors, common.tile(tiling, *pair)) if plan.decay else ()),
     ]
     out_type = [jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype),
                 jax.ShapeDtypeStruct((batch, heads, dim, dim), jnp.float32)]
@@ -119,7 +118,6 @@ class _Shared(NamedTuple):
     state_read: object
     rows: object  # sums of log decays, twice; None without decays
     columns: object
-    factors: object  # [heads, 2, 64], see `common.share_factors`
     weighted: object  # do with the decay to the block's start
 
     @classmethod
@@ -128,7 +126,7 @@ class _Shared(NamedTuple):
         refs = list(refs)
         tail = refs[11:]
         syncs = tail[:2] if plan.tiling.heads_per_cta == 1 else [None, None]
-        decays = tail[-4:] if plan.decay else [None] * 4
+        decays = tail[-3:] if plan.decay else [None] * 3
         return cls(*refs[:11], *syncs, *decays)
 
 
@@ -161,7 +159,7 @@ def _body(plan: common.Plan, refs) -> None:
     def _():
         plgpu.set_max_registers(_SCORES_REGISTERS, action="decrease")
         body = functools.partial(_make_scores, plan, sm, weights, b)
-        common.walk(plan, weights, b, block_of, count, body)
+        common.walk(count, block_of, functools.partial(common.is_padded, weights, b), body, ())
         plgpu.barrier_wait(sm.taken)  # every phase of a barrier must be waited for
 
     @pl.when(w < COMPUTE_WARPGROUPS)
@@ -176,13 +174,14 @@ def _body(plan: common.Plan, refs) -> None:
         )
         _share_state(sm, w, state)
 
-        def step(i, state):
-            tokens = pl.ds(block_of(i) * BLOCK, BLOCK)
+        def step(i, block, padded, state):
+            tokens = pl.ds(block * BLOCK, BLOCK)
             targets = [ref.at[b, tokens, h, columns] for ref in outs[:2]]
             dots = outs[3].at[_part(plan, w), b, h, tokens] if plan.decay else None
-            return _pass_block(plan, sm, i, w, state, targets, dots)
+            return _pass_block(plan, sm, i, w, padded, state, targets, dots)
 
-        state = lax.fori_loop(0, count, step, state)
+        load = functools.partial(common.is_padded, weights, b)
+        state = common.walk(count, block_of, load, step, state)
 
         @pl.when(segment == 0)
         def _():
@@ -240,16 +239,14 @@ def _make_scores(plan: common.Plan, sm: _Shared, weights, b, i, block, padded, c
         for kind, x in enumerate(made):
             sm.scores.at[kind, g][...] = x
         if plan.decay:
-            total = sm.columns[slot, g, BLOCK - 1]
-            factors = common.share_factors(sums[0], total, sm.factors.at[g], True)
             for w in halves:
-                common.weigh_values(sm.do.at[slot, w], factors, sm.weighted.at[w])
+                common.weigh_values(sm.do.at[slot, w], jnp.exp(sums[0]), sm.weighted.at[w])
     plgpu.commit_smem()
     plgpu.barrier_arrive(sm.ready)
     return carry
 
 
-def _pass_block(plan: common.Plan, sm: _Shared, i, w, state, targets, dots_ref):
+def _pass_block(plan: common.Plan, sm: _Shared, i, w, padded, state, targets, dots_ref):
     """One compute warpgroup's part of dk and dv for the block of step `i`, and its next state."""
     plgpu = compat.mosaic_gpu()
     slot = lax.rem(i, jnp.int32(_STAGES))
@@ -258,10 +255,15 @@ def _pass_block(plan: common.Plan, sm: _Shared, i, w, state, targets, dots_ref):
     q, k, v, do = (x.at[slot] for x in (sm.q, sm.k, sm.v, sm.do))
     portable = plan.tiling.portable
     plgpu.barrier_wait(sm.full.at[slot])
-    if plan.documents:  # its padding is zeroed by the scores' warpgroup
-        plgpu.barrier_wait(sm.ready)
+    common.wait_prepared(sm.ready, padded, first=True)
     if single:
         plgpu.barrier_wait(sm.state_there)
+    read, kept = None, state
+    if plan.decay:
+        sums, total = common.load_vector(sm.rows.at[slot, g], 1), sm.columns[slot, g, BLOCK - 1]
+        read, total = common.state_factors(sums, total, True)
+        kept = tuple(x * total for x in state)
+
     def add(acc, value, read, scores, x):
         """What came from the state, decayed, plus scores times x."""
         if read is None:
@@ -284,15 +286,10 @@ def _pass_block(plan: common.Plan, sm: _Shared, i, w, state, targets, dots_ref):
         for n, j in enumerate(halves):
             back = sm.state.at[n, w] if single else sm.state.at[w, 0]
             plgpu.wgmma(dk_acc, v.at[j], back.transpose((1, 0)))
-        if not plan.documents:
-            plgpu.barrier_wait(sm.ready)
-        read, kept = None, state
-        if plan.decay:
-            read, total = common.read_factors(plan, sm.factors.at[g])
-            kept = tuple(x * total for x in state)
         if not portable:
             for acc, x in zip(state_accs, kept, strict=True):
                 acc[...] = x
+        common.wait_prepared(sm.ready, padded, first=False)
         values = sm.weighted.at[w] if plan.decay else do.at[w]
         for acc, j in zip(state_accs, halves, strict=True):
             plgpu.wgmma(acc, q.at[j].transpose((1, 0)), values)
@@ -316,11 +313,11 @@ def _pass_block(plan: common.Plan, sm: _Shared, i, w, state, targets, dots_ref):
     if dots_ref is not None:
         x = compat.load(v.at[w], layout=plgpu.Layout.WGMMA, optimized=False)
         dots_ref[...] = jnp.sum(dv * x.astype(jnp.float32), axis=1)
+        plgpu.commit_smem()  # orders the reads of v and of sums before the next copies
+    plgpu.barrier_arrive(sm.free.at[slot])
     if single:
         plgpu.barrier_wait(sm.state_read)
     _share_state(sm, w, state)
-    # Behind the commit, which also orders the read of v before the next copy.
-    plgpu.barrier_arrive(sm.free.at[slot])
     for target, x in ((targets[1], dv), (targets[0], dk)):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         sm.out.at[w][...] = x.astype(jnp.bfloat16)

@@ -72,8 +72,7 @@ def outputs(
         common.tile(tiling, stages, groups, BLOCK, key_dim),
         common.tile(tiling, stages, groups, BLOCK, key_dim),
         common.tile(tiling, *slots),
-        *((vectors, vectors, plgpu.SMEM((stages, groups, 2, BLOCK), jnp.float32),
-           common.tile(tiling, *slots)) if decays else ()),
+        *((vectors, vectors, common.tile(tiling, *slots)) if decays else ()),
         common.tile(tiling, stages, groups, BLOCK, BLOCK),
         plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
         plgpu.Barrier(num_arrivals=1, num_barriers=stages),
@@ -108,12 +107,32 @@ class _Tiles(NamedTuple):
     v: object
     rows: object  # sums of log decays, to be read along rows of a tile
     columns: object  # the same along columns: layout inference gives one layout to one reference
-    factors: object  # [stages, heads, 2, 64], see `common.share_factors`
     weighted: object  # v with the decay to the block's edge
     scores: object
     full: object
     ready: object  # scores and weighted values are there
     free: object
+
+
+class _Ahead(NamedTuple):
+    """What a compute warpgroup reads of global memory for a block, one block ahead.
+
+    A read of the ring's slots would have to be fenced before they are released.
+    """
+
+    padded: object  # see `common.is_padded`
+    sums: object  # [64] f32, one a row, and the last of them; None without decays
+    total: object
+
+    @classmethod
+    def load(cls, weights: common.Weights, batch, head, block) -> _Ahead:
+        """Starts the reads."""
+        padded = common.is_padded(weights, batch, block)
+        if weights.sums is None:
+            return cls(padded, None, None)
+        sums = weights.sums.at[batch, head, pl.ds(block * BLOCK, BLOCK)]
+        total = weights.sums[batch, head, block * BLOCK + BLOCK - 1]
+        return cls(padded, common.load_vector(sums, 1), total)
 
 
 def _body(plan: common.Plan, dots: bool, refs) -> None:
@@ -125,7 +144,7 @@ def _body(plan: common.Plan, dots: bool, refs) -> None:
     (out_ref, final_ref), rest = rest[:2], rest[2:]
     dots_ref, rest = (rest[0], rest[1:]) if dots else (None, rest)
     (q, k, v), rest = rest[:3], rest[3:]
-    decays, rest = (rest[:4], rest[4:]) if plan.decay else ((None, None, None, v), rest)
+    decays, rest = (rest[:3], rest[3:]) if plan.decay else ((None, None, v), rest)
     scores, full, ready, free, state_smem, out_smem, *rest = rest
     ring = _Tiles(q, k, v, *decays, scores, full, ready, free)
     beside = common.Beside(*rest) if dots else None
@@ -134,6 +153,9 @@ def _body(plan: common.Plan, dots: bool, refs) -> None:
     w = lax.axis_index("warpgroup")
     first, count = plan.segment_blocks(segment)
     order = common.backwards if plan.reverse else common.forwards
+
+    def block_of(i):
+        return first + order(i, count)
 
     @pl.when(w == _MEMORY)
     def _():
@@ -154,7 +176,8 @@ def _body(plan: common.Plan, dots: bool, refs) -> None:
     def _():
         plgpu.set_max_registers(common.HELPER_REGISTERS, action="decrease")
         body = functools.partial(_make_scores, plan, ring, weights, b)
-        common.walk(plan, weights, b, lambda i: first + order(i, count), count, body)
+        load = functools.partial(common.is_padded, weights, b)
+        common.walk(count, block_of, load, body, ())
 
     @pl.when(w < COMPUTE_WARPGROUPS)
     def _():
@@ -167,9 +190,9 @@ def _body(plan: common.Plan, dots: bool, refs) -> None:
         tiles = (state_smem.at[w], out_smem.at[w])
         _store(tiles[0], state)
 
-        def step(i, state):
-            tokens = pl.ds((first + order(i, count)) * BLOCK, BLOCK)
-            out, state = _pass_block(plan, ring, i, w, state, tiles[0])
+        def step(i, block, ahead, state):
+            tokens = pl.ds(block * BLOCK, BLOCK)
+            out, state = _pass_block(plan, ring, i, w, ahead, state, tiles[0])
             if dots:
                 dots_ref[part, b, h, tokens] = _dots(beside, w, out)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -179,7 +202,8 @@ def _body(plan: common.Plan, dots: bool, refs) -> None:
             plgpu.copy_smem_to_gmem(tiles[1], out_ref.at[b, tokens, h, own_columns])
             return state
 
-        state = lax.fori_loop(0, count, step, state)
+        load = functools.partial(_Ahead.load, weights, b, h)
+        state = common.walk(count, block_of, load, step, state)
 
         @pl.when(segment == (0 if plan.reverse else plan.tiling.segments - 1))
         def _():
@@ -229,7 +253,7 @@ def _make_scores(plan: common.Plan, ring: _Tiles, weights, b, i, block, padded, 
         if not plan.decay:
             continue
         total = ring.columns[slot, g, BLOCK - 1]
-        factors = common.share_factors(sums[0], total, ring.factors.at[slot, g], plan.reverse)
+        factors = jnp.exp(sums[0] if plan.reverse else total - sums[0])
         single = plan.tiling.heads_per_cta == 1
         for w in range(COMPUTE_WARPGROUPS) if single else (g,):
             common.weigh_values(ring.v.at[slot, w], factors, ring.weighted.at[slot, w])
@@ -238,7 +262,7 @@ def _make_scores(plan: common.Plan, ring: _Tiles, weights, b, i, block, padded, 
     return carry
 
 
-def _pass_block(plan: common.Plan, ring: _Tiles, i, w, state, state_smem):
+def _pass_block(plan: common.Plan, ring: _Tiles, i, w, ahead: _Ahead, state, state_smem):
     """One warpgroup's outputs and next state for the block of step `i`.
 
     `o = q S + P v` and `S' = S + k^T v`, each term with its decay.
@@ -251,17 +275,15 @@ def _pass_block(plan: common.Plan, ring: _Tiles, i, w, state, state_smem):
 
     def products(out_acc, state_acc):
         plgpu.barrier_wait(ring.full.at[slot])
-        if plan.documents:  # its padding is zeroed by the scores' warpgroup
-            plgpu.barrier_wait(ring.ready.at[slot])
+        common.wait_prepared(ring.ready.at[slot], ahead.padded, first=True)
         plgpu.wgmma(out_acc, q, state_smem)
-        if not plan.documents:
-            plgpu.barrier_wait(ring.ready.at[slot])
         added = state
         if plan.decay:
-            read, total = common.read_factors(plan, ring.factors.at[slot, g])
+            read, total = common.state_factors(ahead.sums, ahead.total, plan.reverse)
             added = added * total
         if not portable:
             state_acc[...] = added
+        common.wait_prepared(ring.ready.at[slot], ahead.padded, first=False)
         plgpu.wgmma(state_acc, k, ring.weighted.at[slot, w])
         if plan.decay:
             out = plgpu.wgmma_accumulator_load(out_acc, wait_n=1)
@@ -298,15 +320,11 @@ def decay_between(sums, reverse: bool):
 
     `sums` are a block's sums of log decays along rows and along columns, or None for 1.
     """
-    plgpu = compat.mosaic_gpu()
-    shape = (BLOCK, BLOCK)
-    row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
-    column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
-    seen = row <= column if reverse else row >= column
+    seen = common.triangle(reverse)
     if sums is None:
         return jnp.where(seen, 1.0, 0.0)
     rows = common.rows(sums[0], BLOCK)
-    columns = lax.broadcast_in_dim(sums[1], shape, (1,))
+    columns = lax.broadcast_in_dim(sums[1], (BLOCK, BLOCK), (1,))
     fall = columns - rows if reverse else rows - columns
     # Masked before the exponential: on the other side the difference is positive without bound.
     return jnp.exp(jnp.where(seen, fall, -1e30))

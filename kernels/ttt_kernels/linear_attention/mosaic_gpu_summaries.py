@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -11,7 +12,8 @@ from jax.experimental import pallas as pl
 
 from ttt_kernels import compat
 from ttt_kernels.linear_attention import mosaic_gpu_common as common
-from ttt_kernels.linear_attention.tiling import BLOCK, COMPUTE_WARPGROUPS, Tiling
+from ttt_kernels.linear_attention.mosaic_gpu_decay import WIPE
+from ttt_kernels.linear_attention.tiling import BLOCK, COMPUTE_WARPGROUPS, Tiling, blocks
 
 _PREFIX_ROWS = 8
 _PREFIX_GROUP = 8
@@ -25,23 +27,27 @@ def summaries(
     *,
     reverse: bool,
     interpret,
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """Sums `k_i^T v_i`, decayed to the segment's edge, over each segment but the last in time.
+
+    The sums of log decays within blocks are made here, beside the products, and forwards kept for
+    the other kernels.
 
     Args:
       k: [batch, time, heads, key_dim] bf16, widths padded, time a multiple of 8 (or below 8).
       v: [batch, time, heads, value_dim] bf16.
-      weights: decays and padding.
+      weights: log decays, without sums, and padding.
       tiling: at least 2 segments.
       reverse: decays to the segment's start and leaves out the first segment, not the last.
       interpret: None, or the interpreter's parameters.
 
     Returns:
-      (summaries [batch, heads, segments - 1, key_dim, value_dim], each of these segments' whole
-      decay [batch, heads, segments - 1] or None), float32.
+      (summaries [batch, heads, segments - 1, key_dim, value_dim]; each of these segments' whole
+      decay, 64 times, [batch, heads, segments - 1, 64]; sums of log decays, see `common.Weights`):
+      float32; None for the latter two without decays, for the last in reverse.
     """
     plgpu = compat.mosaic_gpu()
-    batch, _, heads, key_dim = k.shape
+    batch, length, heads, key_dim = k.shape
     plan = common.Plan.of(tiling, k, weights, reverse)
     groups, columns = tiling.heads_per_cta, tiling.columns
     stages = max(tiling.stages, 4 if key_dim <= 128 else 2)
@@ -50,7 +56,7 @@ def summaries(
         _summaries_body(plan, stages, refs)
 
     slots = (stages, COMPUTE_WARPGROUPS, BLOCK, columns)
-    copies = groups + COMPUTE_WARPGROUPS + groups * plan.decay
+    copies = groups + COMPUTE_WARPGROUPS
     scratch = [
         common.tile(tiling, stages, groups, BLOCK, key_dim),
         common.tile(tiling, *slots),
@@ -60,40 +66,60 @@ def summaries(
     shape = (batch, heads, tiling.segments - 1)
     out_type = [jax.ShapeDtypeStruct((*shape, key_dim, v.shape[-1]), jnp.float32)]
     if plan.decay:
-        scratch.append(plgpu.SMEM((stages, groups, BLOCK), jnp.float32))
         scratch.append(common.tile(tiling, *slots))
         scratch.append(plgpu.Barrier(num_arrivals=1, num_barriers=stages))
-        out_type.append(jax.ShapeDtypeStruct(shape, jnp.float32))
+        scratch.append(plgpu.SMEM((2, groups, BLOCK), jnp.float32))
+        out_type.append(jax.ShapeDtypeStruct((*shape, BLOCK), jnp.float32))
+    keeps_sums = plan.decay and not reverse
+    if keeps_sums:
+        sums = (batch, heads, blocks(length) * BLOCK)
+        out_type.append(jax.ShapeDtypeStruct(sums, jnp.float32))
     call = compat.gpu_kernel(
         linear_attention_summaries,
         out_type=out_type,
         scratch_types=scratch,
         interpret=interpret,
-        **plan.grid(tiling.segments - 1, COMPUTE_WARPGROUPS + 1 + plan.decay),
+        # With sums to keep, the last segment's thread blocks make theirs and nothing else.
+        **plan.grid(tiling.segments - (not keeps_sums), COMPUTE_WARPGROUPS + 1 + plan.decay),
     )
-    parts, *factors = call(k, v, *weights.arrays())
-    return parts, factors[0] if factors else None
+    results = call(k, v, *weights.arrays())
+    return tuple(results) + (None,) * (3 - len(results))
 
 
 class _Weighing(NamedTuple):
-    """Shared memory of the values' weights: one slot a stage."""
+    """What the weighing warpgroup makes and keeps."""
 
-    sums: object
-    weighted: object  # values with the decay to the segment's edge
+    weighted: object  # values with the decay to the segment's edge, one slot a stage
     ready: object  # barrier: the weighted values are there
+    scratch: object  # log decays of this step and of the next, [2, heads, 64]
+    factors: object  # outputs of the kernel, see `summaries`
+    sums: object  # None in reverse
+
+
+class _Place(NamedTuple):
+    """A thread block's place in the grid."""
+
+    slab: object
+    group: object
+    segment: object
+    batch: object
 
 
 def _summaries_body(plan: common.Plan, stages: int, refs) -> None:
     """The kernel: the loops of memory, weighing (with decays) and compute warpgroups."""
     plgpu = compat.mosaic_gpu()
-    (k_ref, v_ref), (weights, (out_ref, *rest)) = refs[:2], plan.split(refs[2:])
-    factor_ref = rest.pop(0) if plan.decay else None
-    ks, vs, full, free = rest[:4]
-    weighing = _Weighing(*rest[4:]) if plan.decay else None
-    slab, group = lax.axis_index("slab"), lax.axis_index("group")
-    segment, b = lax.axis_index("segment"), lax.axis_index("batch")
+    (k_ref, v_ref), (weights, rest) = refs[:2], plan.split(refs[2:])
+    out_ref, *rest = rest
+    factors_ref = rest.pop(0) if plan.decay else None
+    sums_ref = rest.pop(0) if plan.decay and not plan.reverse else None
+    ks, vs, full, free, *rest = rest
+    place = _Place(*(lax.axis_index(name) for name in _Place._fields))
+    slab, group, segment, b = place
     w = lax.axis_index("warpgroup")
     first, count = plan.segment_blocks(segment + (1 if plan.reverse else 0))
+    # The last segment of all has no summary, but may have sums of log decays to be made.
+    summed = segment < plan.tiling.segments - 1
+    loaded = lax.select(summed, count, jnp.int32(0))
     # Against the order of the output kernel, whose first blocks are then still in the L2.
     order = common.forwards if plan.reverse else common.backwards
 
@@ -102,39 +128,18 @@ def _summaries_body(plan: common.Plan, stages: int, refs) -> None:
         def copies(slot, token, barrier):
             common.copy_keys(plan, k_ref, ks, slot, b, group, token, barrier)
             common.copy_values(plan, v_ref, vs, slot, b, group, slab, token, barrier)
-            if plan.decay:
-                sums = weighing.sums
-                common.copy_sums(plan, weights.sums, sums, slot, b, group, token, barrier)
 
-        common.load_blocks(plan, copies, full, free, first, count, order)
+        common.load_blocks(plan, copies, full, free, first, loaded, order)
 
     if plan.decay:
+        weighing = _Weighing(*rest, factors_ref, sums_ref)
+
         @pl.when(w == COMPUTE_WARPGROUPS)
         def _():
             plgpu.set_max_registers(common.HELPER_REGISTERS, action="decrease")
+            _weigh(plan, weighing, weights, (ks, vs, full), place, first, count, order, summed)
 
-            def weigh(i, block, padded, passed):
-                slot = lax.rem(i, jnp.int32(stages))
-                plgpu.barrier_wait(full.at[slot])
-                if plan.documents:
-                    tiles = [ks.at[slot, g] for g in range(plan.tiling.heads_per_cta)]
-                    tiles += [vs.at[slot, j] for j in range(COMPUTE_WARPGROUPS)]
-                    common.clean_tiles(weights, padded, b, block, tiles)
-                passed = _weigh_block(plan, weighing, vs, slot, passed)
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(weighing.ready.at[slot])
-                return passed
-
-            start = (jnp.float32(0),) * plan.tiling.heads_per_cta
-            passed = common.walk(plan, weights, b, lambda i: first + order(i, count), count,
-                                 weigh, start)
-
-            @pl.when(slab == 0)
-            def _():
-                for g, x in enumerate(passed):
-                    factor_ref[b, plan.head(group, g), segment] = jnp.exp(x)
-
-    @pl.when(w < COMPUTE_WARPGROUPS)
+    @pl.when((w < COMPUTE_WARPGROUPS) & summed)
     def _():
         plgpu.set_max_registers(common.STATE_REGISTERS if plan.decay else common.COMPUTE_REGISTERS,
                                 action="increase")
@@ -159,22 +164,86 @@ def _summaries_body(plan: common.Plan, stages: int, refs) -> None:
         out_ref[b, h, segment, :, pl.ds(plan.column(slab, w), columns)] = state
 
 
-def _weigh_block(plan: common.Plan, weighing: _Weighing, vs, slot, passed) -> tuple:
-    """Weighs one block's values with their decay to the segment's edge.
+def _weigh(plan, weighing: _Weighing, weights, ring, place: _Place, first, count, order, summed):
+    """The weighing warpgroup: weights the values of a segment with their decay to its edge.
 
-    `passed` holds the log decay of the blocks done, between this one and the edge, a head each;
-    returned with this block's added.
+    What lies between a block and the edge is carried along. Unless `summed`, the segment needs no
+    summary and only its sums of log decays are made. `ring` holds k, v and their barrier.
     """
-    single = plan.tiling.heads_per_cta == 1
-    after = []
-    for g, x in enumerate(passed):
-        sums = common.load_vector(weighing.sums.at[slot, g], 1)
-        total = weighing.sums[slot, g, BLOCK - 1]
-        factors = jnp.exp((sums if plan.reverse else total - sums) + x)
-        for w in range(COMPUTE_WARPGROUPS) if single else (g,):
-            common.weigh_values(vs.at[slot, w], factors, weighing.weighted.at[slot, w])
-        after.append(x + total)
-    return tuple(after)
+    plgpu = compat.mosaic_gpu()
+    slab, group, segment, b = place
+    ks, vs, full = ring
+    heads = range(plan.tiling.heads_per_cta)
+
+    def block_of(i):
+        return first + order(i, count)
+
+    def fetch(i):
+        """Reads the log decays of step `i`, to be put into their half of the scratch."""
+        tokens = pl.ds(block_of(lax.min(i, count - 1)) * BLOCK, BLOCK)
+        return [common.load_vector(weights.log_decay.at[b, tokens, plan.head(group, g)], 1)
+                for g in heads]
+
+    def put(i, decays):
+        for g in heads:
+            weighing.scratch.at[lax.rem(i, jnp.int32(2)), g][...] = jnp.maximum(decays[g], WIPE)
+        plgpu.commit_smem()
+
+    def make_sums(i, block):
+        tokens = pl.ds(block * BLOCK, BLOCK)
+        sums = []
+        for g in heads:
+            half = weighing.scratch.at[lax.rem(i, jnp.int32(2)), g]
+            sums.append(common.running_sums(common.load_vector(half, 0)))
+        if weighing.sums is not None:
+            @pl.when(slab == 0)
+            def _():
+                for g in heads:
+                    weighing.sums[b, plan.head(group, g), tokens] = sums[g][0]
+        return sums
+
+    def only_sums(i, block, padded, carry):
+        ahead = fetch(i + 1)
+        make_sums(i, block)
+        put(i + 1, ahead)
+        return carry
+
+    def weigh_block(i, block, padded, passed):
+        slot = lax.rem(i, jnp.int32(vs.shape[0]))
+        ahead = fetch(i + 1)
+        sums = make_sums(i, block)
+        plgpu.barrier_wait(full.at[slot])
+        if plan.documents:
+            tiles = [ks.at[slot, g] for g in heads]
+            tiles += [vs.at[slot, j] for j in range(COMPUTE_WARPGROUPS)]
+            common.clean_tiles(weights, padded, b, block, tiles)
+        for g in heads:
+            before, behind = sums[g]
+            factors = jnp.exp((before if plan.reverse else behind) + passed[g])
+            for w in range(COMPUTE_WARPGROUPS) if len(heads) == 1 else (g,):
+                common.weigh_values(vs.at[slot, w], factors, weighing.weighted.at[slot, w])
+        put(i + 1, ahead)  # commits the weighted values too
+        plgpu.barrier_arrive(weighing.ready.at[slot])
+        return tuple(x + before + behind
+                     for x, (before, behind) in zip(passed, sums, strict=True))
+
+    load = functools.partial(common.is_padded, weights, b)
+    put(jnp.int32(0), fetch(jnp.int32(0)))
+
+    @pl.when(summed)
+    def _():
+        nothing = plgpu.layout_cast(jnp.zeros((BLOCK,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+        passed = common.walk(count, block_of, load, weigh_block, (nothing,) * len(heads))
+
+        @pl.when(slab == 0)
+        def _():
+            for g, x in enumerate(passed):
+                weighing.factors[b, plan.head(group, g), segment] = jnp.exp(x)
+
+    if weighing.sums is not None:
+        @pl.when(~summed)
+        def _():
+            common.walk(count, block_of, load, only_sums)
 
 
 def prefix(
@@ -191,7 +260,8 @@ def prefix(
       summaries: [batch, heads, segments - 1, key_dim, value_dim] float32.
       edge: [batch, heads, key_dim, value_dim] float32, the state ahead of (behind) the row, or
         None for zero.
-      factors: [batch, heads, segments - 1] float32, these segments' decays, or None for 1.
+      factors: [batch, heads, segments - 1, 64] float32, these segments' decays (64 times), or None
+        for 1.
       reverse: runs from the last segment to the first.
       interpret: None, or the interpreter's parameters.
 
@@ -216,7 +286,7 @@ def prefix(
             passed = [steps - i if reverse else i for i in steps_done]
             taken = [s - 1 if reverse else s for s in passed]
             parts = [parts_ref[b, h, s, rows] for s in taken]
-            factors = [ref[b, h, s] for ref in factor_ref for s in taken]
+            factors = [ref[b, h, s, 0] for ref in factor_ref for s in taken]
             for i, (s, part) in enumerate(zip(passed, parts, strict=True)):
                 out_ref[b, h, s, rows] = jnp.zeros_like(part) if state is None else state
                 if state is not None and factors:

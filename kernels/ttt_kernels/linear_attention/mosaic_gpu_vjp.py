@@ -38,9 +38,9 @@ def core(q, k, v, log_decay, initial_state, real, tiling: Tiling, interpret):
 
     Args:
       q, k, v: [batch, time, heads, dim] bf16.
-      log_decay: [batch, time, heads] float32 from -200 to 0, or None.
+      log_decay: [batch, blocks * 64, heads] float32, 0 past the end, or None.
       initial_state: [batch, heads, key_dim, value_dim] float32, or None for zero.
-      real: [batch, time] bool, false for padding, which may hold NaN, or None.
+      real: [batch, blocks * 64] bool, false for padding, which may hold NaN, or None.
       tiling: static choices of the launch.
       interpret: None, or the interpreter's parameters.
 
@@ -50,31 +50,31 @@ def core(q, k, v, log_decay, initial_state, real, tiling: Tiling, interpret):
     return _forward(q, k, v, log_decay, initial_state, real, tiling, interpret)[0]
 
 
-def _weights(log_decay, real) -> Weights:
-    if log_decay is None:
-        return Weights(None, None, None)
-    return Weights(mosaic_gpu_decay.block_sums(log_decay), *mosaic_gpu_decay.padding(real))
+def _edge_states(k, v, weights, edge, tiling: Tiling, reverse: bool, interpret) -> tuple:
+    """State ahead of each segment (in reverse: behind it), [b, h, segments, key_dim, value_dim].
 
-
-def _edge_states(k, v, weights, edge, tiling: Tiling, reverse: bool, interpret) -> jax.Array:
-    """State ahead of each segment (in reverse: behind it), [b, h, segments, key_dim, value_dim]."""
+    And the sums of log decays, if forwards there are any.
+    """
     if tiling.segments == 1:
         if edge is None:
             shape = (k.shape[0], k.shape[2], k.shape[3], v.shape[3])
             edge = jnp.zeros(shape, jnp.float32)
-        return edge[:, :, None]
+        sums = None
+        if weights.log_decay is not None and not reverse:
+            sums = mosaic_gpu_decay.block_sums(weights.log_decay)
+        return edge[:, :, None], sums
     how = dict(reverse=reverse, interpret=interpret)
-    parts, factors = mosaic_gpu_summaries.summaries(k, v, weights, tiling, **how)
-    return mosaic_gpu_summaries.prefix(parts, edge, factors, **how)
+    parts, factors, sums = mosaic_gpu_summaries.summaries(k, v, weights, tiling, **how)
+    return mosaic_gpu_summaries.prefix(parts, edge, factors, **how), sums
 
 
 def _forward(q, k, v, log_decay, initial_state, real, tiling: Tiling, interpret):
-    weights = _weights(log_decay, real)
+    raw = Weights(log_decay, None, *mosaic_gpu_decay.padding(real))
     how = dict(reverse=False, interpret=interpret)
-    states = _edge_states(k, v, weights, initial_state, tiling, **how)
+    states, sums = _edge_states(k, v, raw, initial_state, tiling, **how)
+    weights = raw._replace(log_decay=None, sums=sums)
     out, final = mosaic_gpu_outputs.outputs(q, k, v, states, weights, tiling, **how)
-    kept = (q, k, v, log_decay, weights, real, states, final, initial_state is not None)
-    return (out, final), kept
+    return (out, final), (q, k, v, raw, sums, states, final, initial_state is not None)
 
 
 def _swapped(q, v, tiling: Tiling, decay: bool) -> Tiling:
@@ -85,17 +85,18 @@ def _swapped(q, v, tiling: Tiling, decay: bool) -> Tiling:
 
 
 def _backward(tiling: Tiling, interpret, residuals, cotangents):
-    q, k, v, log_decay, weights, real, states, final, starts = residuals
+    q, k, v, raw, sums, states, final, starts = residuals
+    weights = raw._replace(log_decay=None, sums=sums)
     d_out, d_final = cotangents
     d_out = d_out.astype(q.dtype)
-    other = _swapped(q, v, tiling, log_decay is not None)
+    other = _swapped(q, v, tiling, sums is not None)
     run = functools.partial(mosaic_gpu_outputs.outputs, interpret=interpret)
     transposed = functools.partial(jnp.swapaxes, axis1=-1, axis2=-2)
     # The gradient of the decays needs q . dq and v . dv of every token.
-    beside_q, beside_v = (None, None) if log_decay is None else (q, v)
+    beside_q, beside_v = (None, None) if sums is None else (q, v)
     dq, _, *q_dq = run(d_out, v, k, transposed(states), weights, other, reverse=False,
                        beside=beside_q)
-    d_states = _edge_states(q, d_out, weights, d_final, tiling, True, interpret)
+    d_states, _ = _edge_states(q, d_out, raw, d_final, tiling, True, interpret)
     if mosaic_gpu_key_value.supported(tiling):
         dk, dv, d_initial, *v_dv = mosaic_gpu_key_value.key_value_gradients(
             q, k, v, d_out, d_states, weights, tiling, interpret=interpret
@@ -105,10 +106,10 @@ def _backward(tiling: Tiling, interpret, residuals, cotangents):
                                    beside=beside_v)
         dk, _ = run(v, d_out, q, transposed(d_states), weights, other, reverse=True)
     d_log_decay = None
-    if log_decay is not None:
+    if sums is not None:
         edges = _edge_gradients(states, d_states, final, d_final, d_initial)
         change = jnp.sum(q_dq[0], axis=0) - jnp.sum(v_dv[0], axis=0)
-        d_log_decay = _log_decay_gradient(change, log_decay, real, edges, tiling)
+        d_log_decay = _log_decay_gradient(change, raw, edges, tiling)
     return dq, dk, dv, d_log_decay, d_initial if starts else None, None
 
 
@@ -127,7 +128,7 @@ def _edge_gradients(states, d_states, final, d_final, d_initial) -> jax.Array:
     return jnp.sum(edge_states * gradients, axis=(-1, -2))
 
 
-def _log_decay_gradient(change, log_decay, real, edges, tiling: Tiling) -> jax.Array:
+def _log_decay_gradient(change, raw: Weights, edges, tiling: Tiling) -> jax.Array:
     """Gradient of the log decays, [batch, time, heads].
 
     `da_t = sum_{i>=t>j} w_ij (...)` obeys `da_t = da_{t+1} + q_t . dq_t - v_t . dv_t` (also with
@@ -136,14 +137,13 @@ def _log_decay_gradient(change, log_decay, real, edges, tiling: Tiling) -> jax.A
     below float32's resolution. What the sum misses at the next tie to its left is spread evenly
     over the tokens in between. `change` is that difference, [batch, heads, blocks * 64].
     """
-    length = log_decay.shape[1]
-    change = change[..., :length]
-    if real is not None:
-        change = jnp.where(real[:, None], change, 0)
+    length = change.shape[-1]
+    if raw.real is not None:
+        change = jnp.where(raw.real[:, None] > 0, change, 0)
     first = mosaic_gpu_decay.segment_edges(length, tiling.segments)[:-1] * BLOCK
     tied = jnp.zeros(change.shape, bool).at[..., first].set(True)
     value = jnp.zeros_like(change).at[..., first].set(edges[..., :-1])
-    negligible = jnp.moveaxis(log_decay, 2, 1) < _NEGLIGIBLE
+    negligible = jnp.moveaxis(raw.log_decay, 2, 1) < _NEGLIGIBLE
     tied, value = tied | negligible, jnp.where(negligible, 0, value)
     value = jnp.concatenate([value, edges[..., -1:]], axis=-1)
     # Positions of the last tie at or before each token and of the next one after it; the row's
@@ -158,4 +158,4 @@ def _log_decay_gradient(change, log_decay, real, edges, tiling: Tiling) -> jax.A
     missed = take(value + sums, left) - end
     share = (right - time) / (right - left)
     gradient = end - sums[..., :-1] + missed * share.astype(missed.dtype)
-    return jnp.moveaxis(gradient, 1, 2).astype(log_decay.dtype)
+    return jnp.moveaxis(gradient, 1, 2)

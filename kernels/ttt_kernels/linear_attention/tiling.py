@@ -60,7 +60,7 @@ class Tiling:
         values = COMPUTE_WARPGROUPS * BLOCK * self.columns
         slot = 2 * self.heads_per_cta * BLOCK * self.key_dim + values
         slot += self.heads_per_cta * BLOCK * BLOCK + (values if decay else 0)
-        sums = 16 * self.heads_per_cta * BLOCK if decay else 0
+        sums = 8 * self.heads_per_cta * BLOCK if decay else 0
         state = COMPUTE_WARPGROUPS * self.key_dim * self.columns
         total = self.stages * (2 * slot + sums) + 2 * (state + values * (2 if beside else 1))
         return total + _RESERVED_BYTES
