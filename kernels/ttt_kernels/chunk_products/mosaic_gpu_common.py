@@ -1,7 +1,8 @@
-"""What the two kernels of the chunk products share: tiles and the loading side of a ring."""
+"""What the kernels of the chunk products share: tiles, a ring's loading side, plans of outputs."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -9,11 +10,40 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ttt_kernels import compat
+from ttt_kernels.chunk_products.tiling import BLOCK, OutputTiling, RegisterTiling
 
 MEMORY_REGISTERS = 40
-
-
 SWIZZLE = 128  # bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputPlan:
+    """What a kernel of the outputs needs to know, all static."""
+
+    tiling: OutputTiling | RegisterTiling
+    length: int
+    chunk_size: int
+    chunks: int
+    heads: int
+    slabs: int
+    transposed: bool
+    rated: bool
+    portable: bool  # only what the interpreter can run
+
+    def locate(self, cta):
+        """(batch, head, chunk, first column, first block, number of blocks) of a thread block.
+
+        The column slabs of one state are neighbours: their tokens are read from memory once.
+        """
+        cta, slab = lax.div(cta, self.slabs), lax.rem(cta, self.slabs)
+        cta, part = lax.div(cta, self.tiling.parts), lax.rem(cta, self.tiling.parts)
+        cta, chunk = lax.div(cta, self.chunks), lax.rem(cta, self.chunks)
+        tokens = lax.min(self.length - chunk * self.chunk_size, jnp.int32(self.chunk_size))
+        blocks = lax.div(tokens + BLOCK - 1, BLOCK)
+        low = lax.div(part * blocks, self.tiling.parts)
+        high = lax.div((part + 1) * blocks, self.tiling.parts)
+        b, h = lax.div(cta, self.heads), lax.rem(cta, self.heads)
+        return b, h, chunk, slab * self.tiling.columns, low, high - low
 
 
 def tile(*shape: int, dtype=jnp.bfloat16):

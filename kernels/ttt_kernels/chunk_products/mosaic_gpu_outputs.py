@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from ttt_kernels import compat
 from ttt_kernels.chunk_products.mosaic_gpu_common import (
     MEMORY_REGISTERS,
+    OutputPlan,
     drain,
     load_tile,
     load_vector,
@@ -29,19 +30,10 @@ _COMPUTE_REGISTERS = 216
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
-    """What the kernel needs to know, all static."""
+class _Plan(OutputPlan):
+    """With whether the outputs are also multiplied with another token array."""
 
-    tiling: OutputTiling
-    length: int
-    chunk_size: int
-    chunks: int
-    heads: int
-    slabs: int
-    transposed: bool
-    rated: bool
     dotted: bool
-    portable: bool
 
     @property
     def pieces(self) -> int:
@@ -52,21 +44,6 @@ class _Plan:
     def steps(self) -> int:
         """Tiles that pass through the ring for a block of tokens."""
         return self.pieces + (self.tiling.columns // BLOCK if self.dotted else 0)
-
-    def locate(self, cta):
-        """(batch, head, chunk, first column, first block, number of blocks) of a thread block.
-
-        The column slabs of one state are neighbours: their tokens are read from memory once.
-        """
-        cta, slab = lax.div(cta, self.slabs), lax.rem(cta, self.slabs)
-        cta, part = lax.div(cta, self.tiling.parts), lax.rem(cta, self.tiling.parts)
-        cta, chunk = lax.div(cta, self.chunks), lax.rem(cta, self.chunks)
-        tokens = lax.min(self.length - chunk * self.chunk_size, jnp.int32(self.chunk_size))
-        blocks = lax.div(tokens + BLOCK - 1, BLOCK)
-        low = lax.div(part * blocks, self.tiling.parts)
-        high = lax.div((part + 1) * blocks, self.tiling.parts)
-        b, h = lax.div(cta, self.heads), lax.rem(cta, self.heads)
-        return b, h, chunk, slab * self.tiling.columns, low, high - low
 
 
 def outputs(
@@ -103,8 +80,8 @@ def outputs(
     slabs = value_dim // tiling.columns
     rated, dotted = rates is not None, other is not None
     plan = _Plan(
-        tiling, length, chunk_size, chunks, heads, slabs, transposed, rated, dotted,
-        interpret is not None,
+        tiling, length, chunk_size, chunks, heads, slabs, transposed, rated,
+        interpret is not None, dotted,
     )
 
     def chunk_outputs(*refs):

@@ -6,55 +6,25 @@ memory, which is what limits the form in `mosaic_gpu_outputs`.
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
 from ttt_kernels import compat
-from ttt_kernels.chunk_products.mosaic_gpu_common import drain, load_tile, load_vector, ring, tile
+from ttt_kernels.chunk_products.mosaic_gpu_common import (
+    OutputPlan,
+    drain,
+    load_tile,
+    load_vector,
+    ring,
+    tile,
+)
 from ttt_kernels.chunk_products.mosaic_gpu_wgmma import resident_product
 from ttt_kernels.chunk_products.tiling import BLOCK, RegisterTiling
 
 _MEMORY_REGISTERS = 24
 _COMPUTE_REGISTERS = {1: 232, 2: 232, 3: 160}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """What the kernel needs to know, all static."""
-
-    tiling: RegisterTiling
-    length: int
-    chunk_size: int
-    chunks: int
-    heads: int
-    slabs: int
-    transposed: bool
-    rated: bool
-    portable: bool  # the state stays in shared memory: what the interpreter can run
-
-    @property
-    def first(self) -> int:
-        """Step of the ring with the first tokens, behind each warpgroup's columns of the state."""
-        return self.tiling.warpgroups
-
-    def locate(self, cta):
-        """(batch, head, chunk, first column, first block, number of blocks) of a thread block.
-
-        The column slabs of one state are neighbours: their tokens are read from memory once.
-        """
-        cta, slab = lax.div(cta, self.slabs), lax.rem(cta, self.slabs)
-        cta, part = lax.div(cta, self.tiling.parts), lax.rem(cta, self.tiling.parts)
-        cta, chunk = lax.div(cta, self.chunks), lax.rem(cta, self.chunks)
-        tokens = lax.min(self.length - chunk * self.chunk_size, jnp.int32(self.chunk_size))
-        blocks = lax.div(tokens + BLOCK - 1, BLOCK)
-        low = lax.div(part * blocks, self.tiling.parts)
-        high = lax.div((part + 1) * blocks, self.tiling.parts)
-        b, h = lax.div(cta, self.heads), lax.rem(cta, self.heads)
-        return b, h, chunk, slab * self.tiling.columns, low, high - low
 
 
 def outputs(
@@ -71,7 +41,7 @@ def outputs(
     batch, length, heads, _ = q.shape
     chunks, value_dim = states.shape[2], states.shape[-2 if transposed else -1]
     slabs, rated, portable = value_dim // tiling.columns, rates is not None, interpret is not None
-    plan = _Plan(
+    plan = OutputPlan(
         tiling, length, chunk_size, chunks, heads, slabs, transposed, rated, portable
     )
 
@@ -99,7 +69,7 @@ def outputs(
     return call(q, states, *([rates] if rated else []))
 
 
-def _body(plan: _Plan, refs) -> None:
+def _body(plan: OutputPlan, refs) -> None:
     """The kernel: the memory warpgroup's loop, and the compute warpgroups'."""
     plgpu = compat.mosaic_gpu()
     tiling = plan.tiling
@@ -115,7 +85,7 @@ def _body(plan: _Plan, refs) -> None:
     @pl.when(w == tiling.warpgroups)
     def _():
         plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
-        steps = blocks + plan.first
+        steps = blocks + tiling.warpgroups  # each warpgroup's columns of the state come first
 
         @ring(steps, free, 0, tiling.stages)
         def _(step, slot):
@@ -124,15 +94,15 @@ def _body(plan: _Plan, refs) -> None:
                     source = source_of(pl.ds(piece * BLOCK, BLOCK))
                     plgpu.copy_gmem_to_smem(source, qs.at[slot, piece], full.at[slot])
 
-            @pl.when(step < plan.first)
+            @pl.when(step < tiling.warpgroups)
             def _():
                 own = pl.ds(column + step * BLOCK, BLOCK)
                 state = states_ref.at[b, h, chunk]
                 load(lambda keys: state.at[own, keys] if plan.transposed else state.at[keys, own])
 
-            @pl.when(step >= plan.first)
+            @pl.when(step >= tiling.warpgroups)
             def _():
-                load(lambda keys: q_ref.at[b, token(step - plan.first), h, keys])
+                load(lambda keys: q_ref.at[b, token(step - tiling.warpgroups), h, keys])
 
         drain(steps, free, 0, tiling.stages)
 
@@ -143,7 +113,7 @@ def _body(plan: _Plan, refs) -> None:
 
         @pl.loop(0, blocks)
         def _(i):
-            slot = lax.rem(i + plan.first, jnp.int32(tiling.stages))
+            slot = lax.rem(i + tiling.warpgroups, jnp.int32(tiling.stages))
             rates = load_vector(rates_ref.at[b, h, token(i)], 0) if plan.rated else None
             plgpu.barrier_wait(full.at[slot])
 
@@ -160,7 +130,7 @@ def _body(plan: _Plan, refs) -> None:
         plgpu.wait_smem_to_gmem(0)
 
 
-def _product(plan: _Plan, state: list, tokens):
+def _product(plan: OutputPlan, state: list, tokens):
     """The warpgroup's columns of a block's outputs, transposed: [64 columns, 64 tokens] float32."""
     if not plan.portable:
         return resident_product(state, tokens)
@@ -174,20 +144,20 @@ def _product(plan: _Plan, state: list, tokens):
     return pl.run_scoped(compute, plgpu.ACC((BLOCK, BLOCK), jnp.float32))
 
 
-def _own_state(plan: _Plan, qs, w, full, free, slab=None):
+def _own_state(plan: OutputPlan, qs, w, full, free, slab=None):
     """A warpgroup's columns of the state as left operands [64 columns, 64 keys], from the ring."""
-    plgpu = compat.mosaic_gpu()
-    for step in range(plan.first):
+    plgpu, tiling = compat.mosaic_gpu(), plan.tiling
+    for step in range(tiling.warpgroups):
         plgpu.barrier_wait(full.at[step])
     made = []
-    for piece in range(plan.tiling.pieces):
+    for piece in range(tiling.pieces):
         columns = qs.at[w, piece]
         made.append(load_tile(columns if plan.transposed else columns.transpose((1, 0))))
     if plan.portable:
         for piece, columns in enumerate(made):
             slab.at[w, piece][...] = columns
-        made = [slab.at[w, piece] for piece in range(plan.tiling.pieces)]
+        made = [slab.at[w, piece] for piece in range(tiling.pieces)]
     plgpu.commit_smem()
-    for step in range(plan.first):
+    for step in range(tiling.warpgroups):
         plgpu.barrier_arrive(free.at[step])
     return made
