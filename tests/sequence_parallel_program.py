@@ -72,15 +72,19 @@ def gradients(run, differentiate, weights, tokens, ids):
 
 
 def bytes_received(text, devices):
-    """Bytes that one of so many devices receives: all-gathers and permutes alone may occur."""
-    shares = {"all-gather": (devices - 1) / devices, "collective-permute": 1}
+    """Bytes that one of so many devices receives: nothing else may occur."""
+    part = (devices - 1) / devices
+    shares = {"all-gather": part, "all-reduce": 2 * part, "collective-permute": 1}
     return sum(shares[found.kind] * found.bytes * found.runs for found in hlo.collectives(text))
 
 
 def compare(
-    spec, devices, time, packed, dtype="float32", exchange=None, *, differentiate=True
+    spec, devices, time, packed, dtype="float32", exchange=None, *, differentiate=True, whole=None
 ):
-    """Errors by leaf, and bytes received in a forward pass: as stated, and as compiled."""
+    """Errors by leaf, and bytes received in a forward pass: as stated, and as compiled.
+
+    ``whole`` is the specification on one device where it is another one.
+    """
     weights, tokens = cases.arguments(
         spec, time=time, batch=_BATCH, heads=_HEADS, dim=_DIM, dtype=dtype
     )
@@ -88,7 +92,7 @@ def compare(
     run, outputs = sharded(spec, devices, exchange)
 
     def one(weights, tokens, ids):
-        return cases.run(spec, weights, tokens, ids)
+        return cases.run(whole or spec, weights, tokens, ids)
 
     program = jax.jit(gradients, static_argnums=(0, 1))
     found = program(run, differentiate, weights, tokens, ids)
@@ -140,7 +144,11 @@ def compare_attention(devices, time, window):
 def main(everything: bool) -> None:
     """Runs the cases of the default suite, or all."""
     v2, v0 = (presets.lact_llm(variant, chunk_size=64) for variant in (2, 0))
+    local, whole = (presets.lact_nvs([(0, n, True, True)], muon_steps=1) for n in (16, 64))
     result = {
+        "LaCT-NVS, one span of all": compare(
+            local, 4, 64, False, differentiate=everything, whole=whole
+        ),
         "V2, packed": compare(v2, 4, 1024, True, differentiate=everything),
         "window attention": compare_attention(4, 1024, 300),  # two hops
     }

@@ -1,6 +1,7 @@
 """What cutting a sequence over devices costs beyond the work itself: bytes moved, and waiting."""
 
 import dataclasses
+import math
 
 import jax.numpy as jnp
 
@@ -22,8 +23,8 @@ class Cost:
     """Bytes that each device receives in a forward pass; a backward pass moves them once more.
 
     Attributes:
-      form: ``"chunks"``, ``"tokens"``, ``"delta"`` (one pass each) or ``"pipeline"``.
-      states: bytes of states (and of the factors that belong to them).
+      form: ``"chunks"``, ``"tokens"``, ``"delta"`` (one pass each), ``"spans"`` or ``"pipeline"``.
+      states: bytes of states (and of the factors that belong to them); of gradients with spans.
       tokens: bytes of the unfinished chunks at the cuts; 0 where chunks end there.
       documents: bytes of facts about documents.
       work_share: part of the time in which a device works, 1 for one pass.
@@ -61,7 +62,8 @@ def cost(
     With ``S`` the bytes of the matrices of all rows and heads, one pass moves ``(P − 1) S`` by
     all-gather, ``(1 + ⌈log₂(P − 1)⌉) S`` by the ring, for the weights and, with momentum, once more
     for it; the pipeline moves ``(P + G − 1) / G`` whole states and works ``G / (P + G − 1)`` of the
-    time. Factors of decays are counted, too, as are the square matrices of delta rules.
+    time. Spans move ``2 (P − 1) / P S`` for each update and inner step, an all-reduce. Factors of
+    decays are counted, too, as are the square matrices of delta rules.
 
     Args:
       spec: the inner loop.
@@ -90,6 +92,8 @@ def cost(
       True
       >>> cost(presets.lact_llm(variant=0), **sizes).work_share
       0.5714285714285714
+      >>> cost(presets.lact_nvs([(0, 4, True, True)]), **sizes).states == 6 * 3 * 384 * 384 * 4
+      True
     """
     check_cut(spec, length, devices, documents)
     value_dim, hidden_dim = value_dim or key_dim, hidden_dim or key_dim
@@ -98,6 +102,11 @@ def cost(
     wide = jnp.promote_types(dtype, jnp.float32).itemsize
     rows, sequences = batch, batch * heads
     form = form_of(spec)
+    if form == "spans":
+        updates = spec.steps * sum(span.update for span in spec.order)
+        numbers = sequences * sum(math.prod(shape) for shape in shapes.values())
+        moved = updates * numbers * wide * 2 * (devices - 1) // devices
+        return Cost(form, moved, 0, 0, 1.0)
     unaligned = documents or length % spec.chunk_size != 0 or spec.window is not None
     tokens = _token_bytes(spec, sequences, key_dim + value_dim, jnp.dtype(dtype).itemsize)
     room = (spec.window or spec.chunk_size) - 1
@@ -133,6 +142,8 @@ def describe(spec: InnerLoop) -> str:
       >>> from ttt_jax.inner_loop import presets
       >>> describe(presets.lact_llm(variant=6)).partition(":")[0]
       'Yes, in one pass'
+      >>> describe(presets.lact_nvs([(0, 4, True, True)])).partition(":")[0]
+      'Yes, every span over all devices'
       >>> describe(presets.vittt_glu()).partition(":")[0]
       'No'
     """
@@ -145,6 +156,11 @@ def describe(spec: InnerLoop) -> str:
             "Yes, as a pipeline: a state waits for the one to its left, so rows and heads go "
             "through in G groups; each of P devices works G/(P+G−1) of the time and receives "
             "(P+G−1)/G states a layer."
+        )
+    if form_of(spec) == "spans":
+        return (
+            "Yes, every span over all devices: each has a part of its tokens, and the gradients of "
+            "an update are summed, 2(P−1)/P states a device for each inner step."
         )
     times = "twice, for momentum and weights" if spec.momentum is not None else "once"
     if form_of(spec) == "delta":
