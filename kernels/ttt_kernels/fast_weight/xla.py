@@ -30,23 +30,25 @@ def _product(equation: str, a: jax.Array, b: jax.Array, wide: bool = False) -> j
 
 
 @jax.custom_vjp
-def _outer(left: jax.Array, right: jax.Array) -> jax.Array:
-    """Sums over tokens, in float32 or wider.
+def _outer(left: jax.Array, *rights: jax.Array) -> tuple[jax.Array, ...]:
+    """Sums of left and each right, of one width, over tokens, in float32 or wider.
 
     What comes back to them is rounded to the tokens' dtype: JAX would widen the tokens to it, and a
     GPU then multiplies float32 at half the speed.
     """
-    return _product("bhti,bhto->bhio", left, right, wide=True)
+    return tuple(_product("bhti,bhto->bhio", left, right, wide=True) for right in rights)
 
 
-def _outer_backward(tokens, error):
-    left, right = tokens
-    error = error.astype(left.dtype)
-    d_left = _product("bhto,bhio->bhti", right, error).astype(left.dtype)
-    return d_left, _product("bhti,bhio->bhto", left, error).astype(right.dtype)
+def _outer_backward(tokens, errors):
+    left, *rights = tokens
+    errors = [error.astype(left.dtype) for error in errors]
+    pairs = zip(rights, errors, strict=True)
+    d_left = sum(_product("bhto,bhio->bhti", *pair).astype(left.dtype) for pair in pairs)
+    d_rights = _product("bhti,bhio->bhto", left, jnp.concatenate(errors, -1)).astype(left.dtype)
+    return d_left, *jnp.split(lax.optimization_barrier(d_rights), len(rights), -1)
 
 
-_outer.defvjp(lambda left, right: (_outer(left, right), (left, right)), _outer_backward)
+_outer.defvjp(lambda *tokens: (_outer(*tokens), tokens), _outer_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -83,13 +85,24 @@ def _dense(x: jax.Array, w: jax.Array, axes: str) -> jax.Array:
     return _product(f"{axes}i,bhio->{axes}o", x, w)
 
 
+@jax.custom_vjp
+def _apart(x):
+    """x, whose gradient comes from products: in the backward pass XLA fuses none of those with what
+    reads it, and so makes all that reads it in one pass over memory, where it makes several else.
+    """
+    return x
+
+
+_apart.defvjp(lambda x: (x, None), lambda _, error: (lax.optimization_barrier(error),))
+
+
 # What is made of gate and up keeps nothing for the backward pass but its arguments: term by term
 # JAX would keep half a dozen arrays of the hidden width, in float32.
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=3)
 def _hidden(gate: jax.Array, up: jax.Array, rate: jax.Array | None, dtype) -> jax.Array:
     wide = jnp.promote_types(gate.dtype, jnp.float32)
     value = jax.nn.silu(gate.astype(wide)) * up.astype(wide)
-    return (value if rate is None else value * rate.astype(wide)).astype(dtype)
+    return _apart((value if rate is None else value * rate.astype(wide)).astype(dtype))
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=4)
@@ -99,7 +112,8 @@ def _errors(gate, up, error: jax.Array, rates: jax.Array, dtype) -> tuple[jax.Ar
     gate, up, error, rates = (x.astype(wide) for x in (gate, up, error, rates))
     sigmoid = jax.nn.sigmoid(gate)
     gate_error = error * up * (sigmoid * (1 + gate * (1 - sigmoid))) * rates[..., 0:1]
-    return gate_error.astype(dtype), (error * gate * sigmoid * rates[..., 2:3]).astype(dtype)
+    up_error = error * gate * sigmoid * rates[..., 2:3]
+    return gate_error.astype(dtype), up_error.astype(dtype)
 
 
 def hidden(w0: jax.Array, w2: jax.Array, x: jax.Array, rates: jax.Array | None) -> jax.Array:
@@ -120,7 +134,7 @@ def gradients(
     """Gradients of all matrices, or of `w1` for one rate; `ttt_kernels.fast_weight_gradients`."""
     gate, up = _gate_and_up(k, w0, w2, "bht")
     if rates.shape[-1] == 1:
-        return (_outer(_hidden(gate, up, rates, k.dtype), error),)
+        return _outer(_hidden(gate, up, rates, k.dtype), error)
     errors = _errors(gate, up, _dense(error, w1.mT, "bht"), rates, k.dtype)
-    d_w0, d_w2 = (_outer(k, e) for e in errors)
-    return d_w0, _outer(_hidden(gate, up, rates[..., 1:2], k.dtype), error), d_w2
+    d_w0, d_w2 = _outer(k, *errors)
+    return d_w0, *_outer(_hidden(gate, up, rates[..., 1:2], k.dtype), error), d_w2
