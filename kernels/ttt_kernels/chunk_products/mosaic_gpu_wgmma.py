@@ -9,6 +9,9 @@ the PTX ISA lays them down for `wgmma.mma_async`, m64nNk16 with bf16 operands.
 from __future__ import annotations
 
 import jax.numpy as jnp
+import numpy as np
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from ttt_kernels import compat
 
@@ -38,35 +41,28 @@ def resident_product(left: list, right):
 
 def _emit(_, left, right):
     """Emits the product's instructions; see `resident_product`."""
-    from jax.experimental.mosaic import gpu as mgpu
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith, llvm
+    from jax.experimental.mosaic import gpu as mgpu  # where a kernel is lowered, not before
 
-    i64, f32 = ir.IntegerType.get_signless(64), ir.F32Type.get()
-    zero = mgpu.FragmentedArray.splat(
-        mgpu.c(0.0, f32), (_TILE, _TILE), mgpu.WGMMA_LAYOUT, is_signed=None
-    )
-    sums = [mgpu.c(0.0, f32)] * (_TILE // 2)
-    sums = _pass_through("wgmma.fence.sync.aligned;", sums)
+    i32, i64, f32 = (*map(ir.IntegerType.get_signless, (32, 64)), ir.F32Type.get())
+    sums = _assemble("wgmma.fence.sync.aligned;", [mgpu.c(0.0, f32)] * (_TILE // 2))
     start = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(right))
     start = arith.andi(arith.shrui(start, mgpu.c(4, i64)), mgpu.c(0x3FFF, i64))
     start = arith.ori(start, mgpu.c(_DESCRIPTOR, i64))
     for i, columns in enumerate(left):
-        fragments = [_packed(x) for x in columns.registers.flat]
+        fragments = [llvm.bitcast(i32, pair) for pair in columns.registers.flat]
         for k in range(_TILE // _DEPTH):
             offset = (i * _TILE * _TILE + k * _DEPTH) * 2 >> 4
             tokens = arith.addi(start, mgpu.c(offset, i64))
             sums = _multiply_add(sums, fragments[4 * k:4 * k + 4], tokens)
-    wait = "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;"
-    return _with_registers(zero, _pass_through(wait, sums))
-
-
-def _packed(pair):
-    """Two bf16 values as one 32-bit register."""
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import llvm
-
-    return llvm.bitcast(ir.IntegerType.get_signless(32), pair)
+    end = "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;"
+    sums = _assemble(end, sums)
+    pair = ir.VectorType.get((2,), f32)
+    shape = mgpu.WGMMA_LAYOUT.registers_shape((_TILE, _TILE))
+    registers = np.empty(shape, dtype=object)
+    registers.flat = [vector.from_elements(pair, sums[i:i + 2]) for i in range(0, len(sums), 2)]
+    return mgpu.FragmentedArray(
+        _registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None
+    )
 
 
 def _multiply_add(sums: list, left: list, right) -> list:
@@ -81,18 +77,10 @@ def _multiply_add(sums: list, left: list, right) -> list:
     return _assemble(instruction, sums, [*left, right], ["r"] * len(left) + ["l"])
 
 
-def _pass_through(instruction: str, sums: list) -> list:
-    """An instruction that the accumulators must have reached, or may not leave, before."""
-    return _assemble(instruction, sums, [], [])
-
-
-def _assemble(instruction: str, sums: list, operands: list, kinds: list[str]) -> list:
-    """Inline assembly that updates the accumulators in place."""
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import llvm
-
+def _assemble(instruction: str, sums: list, operands: list = (), kinds: list[str] = ()) -> list:
+    """Inline assembly on the accumulators, in place: ahead of all that uses its results."""
     f32 = ir.F32Type.get()
-    constraints = ["=f"] * len(sums) + [str(i) for i in range(len(sums))] + kinds
+    constraints = ["=f"] * len(sums) + [str(i) for i in range(len(sums))] + list(kinds)
     made = llvm.inline_asm(
         llvm.StructType.get_literal([f32] * len(sums)),
         [*sums, *operands],
@@ -101,20 +89,3 @@ def _assemble(instruction: str, sums: list, operands: list, kinds: list[str]) ->
         has_side_effects=True,
     )
     return [llvm.extractvalue(f32, made, [i]) for i in range(len(sums))]
-
-
-def _with_registers(like, values: list):
-    """An array of the shape and layout of `like` from its registers' values, in their order."""
-    import numpy as np
-    from jax.experimental.mosaic import gpu as mgpu
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import vector
-
-    pair = ir.VectorType.get((2,), ir.F32Type.get())
-    registers = np.empty(like.registers.shape, dtype=object)
-    registers.flat = [
-        vector.from_elements(pair, values[i:i + 2]) for i in range(0, len(values), 2)
-    ]
-    return mgpu.FragmentedArray(
-        _registers=registers, _layout=like.layout, _is_signed=None
-    )
