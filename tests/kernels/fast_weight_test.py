@@ -1,6 +1,7 @@
 """One battery for all implementations of the fast weight: values and second derivatives."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -314,3 +315,24 @@ def test_choice_and_refusals(monkeypatch):
     monkeypatch.setattr(compat, "target_platform", lambda: "tpu")
     program = tpu.lowered(lambda w, q: fast_weight_apply(w, q), weights, x["q"])
     assert 'kernel_name = "fast_weight_apply_forward"' in program
+
+
+def test_gradients_of_xla_multiply_16_bits_on_a_gpu(monkeypatch):
+    """Also what comes back to sums over tokens, which are float32."""
+    monkeypatch.setattr(compat, "target_platform", lambda: "cuda")
+    shapes = {"w0": (16, 32), "w1": (32, 16), "w2": (16, 32)}
+    weights = {name: jax.ShapeDtypeStruct((1, 2, *s), jnp.float32) for name, s in shapes.items()}
+    x = jax.ShapeDtypeStruct((1, 2, 64, 16), jnp.bfloat16)
+    rates = jax.ShapeDtypeStruct((1, 2, 64, 3), jnp.float32)
+
+    def back(weights, x, rates):
+        def learn(*inputs):
+            return fast_weight_gradients(*inputs, rates, implementation="xla")
+
+        sums, vjp = jax.vjp(learn, weights, x, x)
+        return vjp(sums)
+
+    text = jax.jit(back).trace(weights, x, rates).lower(lowering_platforms=("cuda",)).as_text()
+    operands = re.findall(r"dot_general.* : \((.*)\) ->", text)
+    assert len(operands) == 16  # 5 forwards, gate and up at once, and 11 backwards
+    assert not any("f32" in pair for pair in operands)

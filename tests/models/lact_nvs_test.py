@@ -13,6 +13,7 @@ from flax import nnx
 from tests.tolerances import assert_close, tolerance
 from ttt_jax.inner_loop.api import ttt
 from ttt_jax.inner_loop.spec import Span
+from ttt_jax.layers import scheduled_ttt
 from ttt_jax.layers.rays import camera_rays, pluecker_rays
 from ttt_jax.layers.scheduled_ttt import ScheduledTTT
 from ttt_jax.models import build, lact_nvs
@@ -227,6 +228,23 @@ def test_updates_need_no_keys_and_values_of_tokens_that_are_only_read():
     ):
         with pytest.raises(ValueError, match=message):
             run(**options)
+
+
+def test_rates_of_bfloat16_tokens_are_as_accurate_as_float32():
+    random = np.random.default_rng(0)
+    x = jnp.asarray(random.standard_normal((40, 96)), jnp.bfloat16)
+    w, error = (jnp.asarray(random.standard_normal(s), jnp.float32) for s in ((96, 3), (40, 3)))
+
+    @jax.jit
+    def run(x, w, error):
+        y, back = jax.vjp(scheduled_ttt._wide_product, x, w)
+        return y, *back(error)
+
+    y, dx, dw = run(x, w, error)
+    x, w, error = (np.asarray(a, np.float64) for a in (x, w, error))
+    assert_close(y, x @ w, tolerance("float32", 96))
+    assert_close(dw, x.T @ error, tolerance("float32", 40))
+    assert_close(dx, error @ w.T, tolerance("bfloat16", 3))
 
 
 def test_flops_are_the_matmuls_of_one_pass():
