@@ -11,33 +11,39 @@ _logger = logging.getLogger("ttt_kernels")
 
 
 def xla_or_hopper(
-    operation: str, implementation: str | None, problem: str | None, xla: Module, kernels: Module
+    operation: str,
+    implementation: str | None,
+    problem: str | None,
+    xla: Module,
+    kernels: Module,
+    name: str = "mosaic_gpu",
 ) -> Module:
     """The module that runs a call; what None picks is logged once.
 
     Args:
       operation: name of the public function.
-      implementation: "xla", "mosaic_gpu" or None, as the caller gave it.
+      implementation: "xla", `name` or None, as the caller gave it.
       problem: why the kernels cannot run this call here, or None.
       xla, kernels: the two modules.
+      name: of the kernels' implementation.
 
     Raises:
       ValueError: an unknown implementation.
-      NotImplementedError: "mosaic_gpu" is named and there is a problem.
+      NotImplementedError: the kernels are named and there is a problem.
 
     >>> xla_or_hopper("f", None, "no GPU", "by XLA", "by kernels")
     'by XLA'
     """
-    if implementation not in (None, "xla", "mosaic_gpu"):
-        raise ValueError(f"{implementation=} is unknown; use 'xla', 'mosaic_gpu' or None")
-    if implementation == "mosaic_gpu" and problem:
+    if implementation not in (None, "xla", name):
+        raise ValueError(f"{implementation=} is unknown; use 'xla', {name!r} or None")
+    if implementation == name and problem:
         raise NotImplementedError(
-            f"implementation='mosaic_gpu' cannot run here: {problem}; implementation='xla' can"
+            f"{implementation=} cannot run here: {problem}; implementation='xla' can"
         )
     if implementation is None:
-        implementation = "xla" if problem else "mosaic_gpu"
+        implementation = "xla" if problem else name
         _log(operation, implementation, problem or "the arguments and the device suit it")
-    return {"xla": xla, "mosaic_gpu": kernels}[implementation]
+    return {"xla": xla, name: kernels}[implementation]
 
 
 @functools.cache

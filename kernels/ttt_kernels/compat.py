@@ -135,6 +135,24 @@ def gpu_kernel(body, *, interpret=None, **arguments):
     return plgpu.kernel(body, compiler_params=params, interpret=interpret, **arguments)
 
 
+def triton_kernel(body, *, grid, num_warps: int, interpret: bool = False, **arguments):
+    """`pl.pallas_call(body, ...)` by Pallas' Triton backend; the kernel is named as its body.
+
+    Args:
+      body: the kernel; references are whole arrays.
+      grid: programs along each axis.
+      num_warps: of a program.
+      interpret: runs in Pallas' interpreter, on any device.
+      **arguments: as of `pl.pallas_call`.
+    """
+    triton = importlib.import_module("jax.experimental.pallas.triton")
+    params = triton.CompilerParams(num_warps=num_warps)
+    return pl.pallas_call(
+        body, grid=grid, name=body.__name__, compiler_params=params, interpret=interpret,
+        **arguments,
+    )  # fmt: skip
+
+
 @functools.cache
 def mosaic_tpu():
     """Pallas' TPU module, `pltpu`.

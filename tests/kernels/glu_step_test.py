@@ -13,6 +13,7 @@ from ttt_jax.inner_loop.api import ttt
 from ttt_jax.inner_loop.presets import vittt_glu
 from ttt_kernels import compat
 from ttt_kernels.glu_step import glu_step, mosaic_gpu
+from ttt_kernels.glu_step import xla as xla_form
 
 BF16_RMS = 0.01
 
@@ -85,7 +86,7 @@ def test_values_are_the_definition_and_gradients_the_inner_loop_s(clip):
 )
 def test_the_kernels_in_the_interpreter(tokens, clip):
     """With race detection; a last tile of few tokens, and a number that is no multiple of 8."""
-    x = make(1, tokens, 1, 64, jnp.bfloat16)
+    x = make(2, tokens, 1, 64, jnp.bfloat16)
 
     def kernel(w1, w2, q, k, v):
         return mosaic_gpu.glu_step(w1, w2, q, k, v, 20.0 / tokens, clip, interpret=True)
@@ -96,6 +97,53 @@ def test_the_kernels_in_the_interpreter(tokens, clip):
         compat.reset_gpu_interpreter()
         raise
     expected = results({n: y.astype(jnp.float32) for n, y in x.items()}, xla(clip))
+    for name, value in expected.items():
+        value, error = np.asarray(value), np.asarray(got[name], np.float32) - np.asarray(value)
+        assert np.sqrt(np.mean(error**2) / np.mean(value**2)) < BF16_RMS, name
+
+
+def beside(a, q, k, v):
+    return (a * q * jnp.roll(k, 1, axis=1) + v).astype(q.dtype)
+
+
+def with_others(module, **options):
+    """`glu_step_beside` of one head, with one more beside."""
+
+    def function(w1, w2, q, k, v, a):
+        return module.glu_step_beside(w1, w2, q, k, v, beside, a, 0.5, True, **options)
+
+    return function
+
+
+def one_by_one(w1, w2, q, k, v, a):
+    weights, first = {"w1": w1, "w2": w2}, (y[:, :, :1] for y in (q, k, v))
+    out = glu_step(weights, *first, scale=0.5 * q.shape[1], implementation="xla")
+    return jnp.concatenate([out, beside(a, *(y[:, :, 1:] for y in (q, k, v)))], axis=2)
+
+
+def make_others(tokens, dtype):
+    x = make(1, tokens, 2, 64, dtype)
+    x |= {name: x[name][:1] for name in ("w1", "w2")}
+    return x | {"a": jnp.linspace(-1, 1, 64)}
+
+
+def test_other_heads_beside():
+    x = make_others(5, jnp.float32)
+    expected, got = results(x, one_by_one), results(x, with_others(xla_form))
+    for name, value in expected.items():
+        assert_close(got[name], value, tolerance(np.float32, 5), name)
+
+
+@pytest.mark.skipif(compat.layout_problem() is not None, reason="the kernels need jax >= 0.11")
+@pytest.mark.exhaustive
+def test_other_heads_beside_the_kernels_in_the_interpreter():
+    x = make_others(70, jnp.bfloat16)
+    try:
+        got = results(x, with_others(mosaic_gpu, interpret=True))
+    except Exception:
+        compat.reset_gpu_interpreter()
+        raise
+    expected = results({n: y.astype(jnp.float32) for n, y in x.items()}, one_by_one)
     for name, value in expected.items():
         value, error = np.asarray(value), np.asarray(got[name], np.float32) - np.asarray(value)
         assert np.sqrt(np.mean(error**2) / np.mean(value**2)) < BF16_RMS, name

@@ -5,41 +5,11 @@ and rounds each to bfloat16. Here the backward pass starts from the input, in fl
 """
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
 from ttt_jax.layers.rms_norm import at_least_float32
+from ttt_kernels.bias_gelu.xla import gelu
 
-
-@jax.custom_vjp
-def gelu(x):
-    """x Φ(x) with the normal distribution Φ(x) = (1 + erf(x / √2)) / 2 (Hendrycks & Gimpel 2016).
-
-    Args:
-      x: any shape, any float dtype.
-
-    Returns:
-      Like x; computed in at least float32.
-
-    >>> [round(float(y), 4) for y in gelu(jnp.array([-1.0, 0.0, 1.0]))]
-    [-0.1587, 0.0, 0.8413]
-    """
-    wide = x.astype(at_least_float32(x.dtype))
-    return (wide * _normal(wide)).astype(x.dtype)
-
-
-def _normal(x):
-    return (1 + lax.erf(x * 2**-0.5)) / 2
-
-
-def _gelu_backward(x, error):
-    wide = x.astype(at_least_float32(x.dtype))
-    density = jnp.exp(-wide * wide / 2) * (2 * jnp.pi) ** -0.5
-    slope = _normal(wide) + wide * density
-    return ((error.astype(wide.dtype) * slope).astype(x.dtype),)
-
-
-gelu.defvjp(lambda x: (gelu(x), x), _gelu_backward)
+__all__ = ["gelu", "silu"]
 
 
 @jax.custom_vjp
@@ -52,6 +22,7 @@ def silu(x):
     Returns:
       Like x; computed in at least float32.
 
+    >>> import jax.numpy as jnp
     >>> [round(float(y), 4) for y in silu(jnp.array([-1.0, 0.0, 1.0]))]
     [-0.2689, 0.0, 0.7311]
     """

@@ -46,3 +46,7 @@ class ConvMLP(nnx.Module):
         with jax.named_scope("mlp"):
             x = gelu(self.up(x))
             return self.down(gelu(self.conv(x, residual=True)))
+
+    def branch(self, x):
+        """(the layer's result, no bias still to be added), as `GeluMLP.branch`."""
+        return self(x), None

@@ -5,6 +5,8 @@ from flax import nnx
 
 from ttt_jax.layers.activations import gelu
 from ttt_jax.layers.linear import Linear, by_rows
+from ttt_jax.sharding import on_each_device
+from ttt_kernels.bias_gelu import bias_gelu
 
 
 class GeluMLP(nnx.Module):
@@ -53,6 +55,27 @@ class GeluMLP(nnx.Module):
         Returns:
           [..., hidden_size] in the layer's dtype.
         """
+        y, bias = self.branch(x)
+        return y if bias is None else y + bias.astype(y.dtype)
+
+    def branch(self, x):
+        """The layer without its last bias, for those who add that in a pass of their own.
+
+        Args:
+          x: [..., hidden_size], of which only the first axis is cut over devices.
+
+        Returns:
+          ([..., hidden_size] in the layer's dtype, the bias [hidden_size] or None).
+        """
         with jax.named_scope("mlp"):
-            hidden = gelu(by_rows(self.up, x))
-            return by_rows(self.down, hidden)
+            hidden = by_rows(self._hidden, x)
+            bias = None if self.down.bias is None else self.down.bias[...]
+            return by_rows(self.down.product, hidden), bias
+
+    def _hidden(self, x):
+        """gelu(x W_up + b_up) of [rows, hidden_size]."""
+        y = self.up.product(x)
+        if self.up.bias is None:
+            return gelu(y)
+        rows = ("images", "mlp")
+        return on_each_device(bias_gelu, (y, self.up.bias[...]), (rows, ("mlp",)), rows)

@@ -62,10 +62,13 @@ class Linear(nnx.Module):
         Returns:
           [..., *out_features] in `out_dtype`.
         """
-        out_dtype = out_dtype or self.dtype
-        kernel = self.kernel[...].astype(self.dtype)
-        y = jnp.tensordot(x.astype(self.dtype), kernel, axes=1, preferred_element_type=out_dtype)
-        return y if self.bias is None else y + self.bias[...].astype(out_dtype)
+        y = self.product(x, out_dtype)
+        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
+
+    def product(self, x, out_dtype=None):
+        """x W without the bias, for those who add it in a pass of their own; as `__call__`."""
+        out_dtype, kernel = out_dtype or self.dtype, self.kernel[...].astype(self.dtype)
+        return jnp.tensordot(x.astype(self.dtype), kernel, axes=1, preferred_element_type=out_dtype)
 
     def split(self, x):
         """The products with each part of a kernel [in, parts, out], one by one.

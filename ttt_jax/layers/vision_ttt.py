@@ -1,5 +1,7 @@
 """ViTTT's token mixer: two inner loops on all tokens of an image, a gated one and a local one."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -14,7 +16,7 @@ from ttt_jax.layers.linear import Linear
 from ttt_jax.layers.rotary_2d import rotate_2d
 from ttt_jax.layers.sharded import sharded_ttt
 from ttt_jax.sharding import on_each_device
-from ttt_kernels.glu_step import glu_step, kernel_problem
+from ttt_kernels.glu_step import glu_step_beside, kernel_problem
 
 
 class VisionTTT(nnx.Module):
@@ -79,35 +81,56 @@ class VisionTTT(nnx.Module):
         Returns:
           Same shape, in the compute dtype.
         """
+        y, bias = self.branch(x)
+        return y + bias.astype(y.dtype)
+
+    def branch(self, x):
+        """(the layer without its last bias, that bias), as `GeluMLP.branch`."""
         batch, height, width, hidden = x.shape
         with jax.named_scope("vision_ttt"):
-            tokens = height * width
-            qkv = self.qkv.split(x.reshape(-1, hidden))
-            gated = [y[:, :hidden].reshape(x.shape) for y in qkv]
+            q, k, v = self.qkv.split(x.reshape(-1, hidden))
             if self.rotary:
-                gated[:2] = [rotate_2d(y) for y in gated[:2]]
-            gated = [y.reshape(batch, tokens, self.heads, -1) for y in gated]
-            local = [y[:, hidden:].reshape(batch, tokens, -1, 1) for y in qkv]
-            first = self._gated(*gated)
-            mode = "auto" if self.mode == "kernel" else self.mode
-            second, _ = ttt(vittt_dwconv(height, width), self.local(), *local, mode=mode)
-            joined = [y.reshape(batch * tokens, -1) for y in (first, second)]
-            return self.out(jnp.concatenate(joined, axis=-1)).reshape(x.shape)
+                q, k = (self._rotate(y, x.shape) for y in (q, k))
+            q, k, v = (y.reshape(batch, height * width, self.heads + 1, -1) for y in (q, k, v))
+            mix = self._by_kernel if self._takes_kernel(q) else self._by_parts
+            mixed = mix(q, k, v, vittt_dwconv(height, width))
+            y = self.out.product(mixed.reshape(batch * height * width, -1))
+            return y.reshape(x.shape), self.out.bias[...]
 
-    def _gated(self, q, k, v):
-        """The gated branch, [batch, tokens, heads, head size] in and out."""
-        if not self._takes_kernel(q):
-            return sharded_ttt(self.spec, self.gated(), q, k, v, mode=self.mode, rows="images")[0]
+    def _rotate(self, y, shape):
+        """Rotary positions on the gated branch's channels."""
+        hidden = shape[-1]
+        turned = rotate_2d(y[:, :hidden].reshape(shape)).reshape(-1, hidden)
+        return jnp.concatenate([turned, y[:, hidden:]], axis=-1)
+
+    def _by_parts(self, q, k, v, local: InnerLoop):
+        """Both branches by `ttt_jax.ttt`; [batch, tokens, heads + 1, head size] in and out."""
+        first, last = ([y[:, :, part] for y in (q, k, v)]
+                       for part in (slice(self.heads), slice(self.heads, None)))  # fmt: skip
+        gated = sharded_ttt(self.spec, self.gated(), *first, mode=self.mode, rows="images")[0]
+        return jnp.concatenate([gated, _local(local, self.mode, self.local(), *last)], axis=2)
+
+    def _by_kernel(self, q, k, v, local: InnerLoop):
+        """Likewise, the gated branch by one kernel which leaves the other head to the other."""
         if self.spec.query == "key":
-            q = k
+            q = jnp.concatenate([k[:, :, : self.heads], q[:, :, self.heads :]], axis=2)
+        beside = functools.partial(_local, local, "auto")
 
-        def step(w1, w2, q, k, v):
+        weights, local_weights = self.gated(), self.local()
+        # Else XLA cuts the other head out before it adds the bias, which the product could have.
+        q, k, v = jax.lax.optimization_barrier((q, k, v))
+
+        def step(q, k, v, *arrays):
+            w1, w2, *rest = arrays
             options = dict(scale=self.spec.loss.scale, clip=self.spec.clip)
-            return glu_step({"w1": w1, "w2": w2}, q, k, v, **options)
+            rest = dict(zip(local_weights, rest, strict=True))
+            return glu_step_beside({"w1": w1, "w2": w2}, q, k, v, beside, rest, **options)
 
-        weights, tokens = ("heads", None, None), ("images", None, "heads", None)
-        arrays = (*(self.gated()[name] for name in ("w1", "w2")), q, k, v)
-        return on_each_device(step, arrays, [weights] * 2 + [tokens] * 3, tokens)
+        # Every device takes all heads: their number with the other one has seldom a divisor.
+        arrays = [weights["w1"], weights["w2"], *local_weights.values()]
+        tokens = ("images", None, None, None)
+        names = [tokens] * 3 + [(None,) * array.ndim for array in arrays]
+        return on_each_device(step, (q, k, v, *arrays), names, tokens)
 
     def _takes_kernel(self, q) -> bool:
         """Whether the gated branch runs as `glu_step`: "auto" does where that is one kernel."""
@@ -132,3 +155,9 @@ class VisionTTT(nnx.Module):
         head_dim = joined - hidden
         inner = inner_loop_flops(self.spec, self.heads, head_dim, head_dim, tokens)
         return tokens * (2 * 4 * hidden * joined + inner)
+
+
+def _local(spec: InnerLoop, mode: str, weights, q, k, v):
+    """The convolutional branch of one head's channels, [batch, tokens, 1, channels] in and out."""
+    q, k, v = (jnp.swapaxes(y, 2, 3) for y in (q, k, v))  # one channel a head
+    return jnp.swapaxes(ttt(spec, weights, q, k, v, mode=mode)[0], 2, 3)

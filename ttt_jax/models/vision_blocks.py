@@ -6,8 +6,9 @@ from flax import nnx
 
 from ttt_jax.layers.convolution import DepthwiseConv
 from ttt_jax.layers.layer_norm import LayerNorm
-from ttt_jax.layers.stochastic_depth import drop_path
-from ttt_jax.sharding import constrain
+from ttt_jax.layers.residual import add_and_norm
+from ttt_jax.layers.rms_norm import at_least_float32
+from ttt_jax.layers.stochastic_depth import drop_factor
 
 _STACK = {nnx.PARTITION_NAME: "layers"}
 _KEEP = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
@@ -25,7 +26,8 @@ class VisionBlock(nnx.Module):
 
         Args:
           hidden_size: width.
-          mixer: maps [batch, height, width, hidden] to the same.
+          mixer: has a method `branch` that maps [batch, height, width, hidden] to (the same, a bias
+            [hidden] still to be added to it, or None).
           mlp: likewise.
           epsilon: ε of the two norms.
           dtype: compute dtype.
@@ -42,7 +44,7 @@ class VisionBlock(nnx.Module):
 
         Args:
           x: [batch, height, width, hidden].
-          rate: probability of leaving out a branch, see `drop_path`; used with a key only.
+          rate: probability of leaving out a branch, see `drop_factor`; used with a key only.
           key: random key of a training step, or None.
 
         Returns:
@@ -50,13 +52,15 @@ class VisionBlock(nnx.Module):
         """
         keys = (None, None) if key is None else jax.random.split(key)
 
-        def add(x, branch, key):
-            branch = branch if key is None else drop_path(branch, rate, key)
-            return constrain(x + branch, ("images", None, None, None))
+        def branch(layer, x, key):
+            y, bias = layer.branch(x)
+            dtype = at_least_float32(y.dtype)
+            factor = None if key is None else drop_factor(x.shape[0], rate, key, dtype)
+            return dict(branch=y, branch_bias=bias, factor=factor)
 
-        x = self.position(x, residual=True)
-        x = add(x, self.mixer(self.mixer_norm(x)), keys[0])
-        return add(x, self.mlp(self.mlp_norm(x)), keys[1])
+        x, y = add_and_norm(self.position(x, residual=True), self.mixer_norm)
+        x, y = add_and_norm(x, self.mlp_norm, **branch(self.mixer, y, keys[0]))
+        return add_and_norm(x, None, **branch(self.mlp, y, keys[1]))
 
 
 class BlockStack(nnx.Module):

@@ -114,6 +114,10 @@ class GridAttention(nnx.Module):
         batch, height, width, hidden = x.shape
         return self.attention(x.reshape(batch, height * width, hidden)).reshape(x.shape)
 
+    def branch(self, x):
+        """(the layer's result, no bias still to be added), as `GeluMLP.branch`."""
+        return self(x), None
+
     def flops(self, height: int, width: int) -> float:
         """Matmul FLOPs of one image, forward.
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +58,63 @@ def glu_step(
     >>> out.shape, round(float(out[0, 0, 0, 0]), 3)  # 2 silu(2)
     ((1, 3, 1, 2), 3.523)
     """
+    _check(weights, q, k, v, others=False)
+    module = xla_or_hopper("glu_step", implementation, kernel_problem(q), xla, mosaic_gpu)
+    return module.glu_step(*_wide(weights, q), q, k, v, scale / q.shape[1], clip)
+
+
+def glu_step_beside(
+    weights: Mapping[str, jax.Array],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    beside: Callable[..., jax.Array],
+    arrays: Any,
+    *,
+    scale: float,
+    clip: bool = True,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """`glu_step` of the first heads beside another function of the others, in the same arrays.
+
+    The kernels read and write their heads where they lie: no array is cut or put together.
+
+    Args:
+      weights: `w1` and `w2`, [heads, dim, dim] floats.
+      q: [batch, tokens, heads + others, dim] floats.
+      k: like q.
+      v: like q.
+      beside: `beside(arrays, q, k, v)` of the others, [batch, tokens, others, dim] each, returns
+        such an array.
+      arrays: pytree of what else it depends on.
+      scale, clip, implementation: as of `glu_step`.
+
+    Returns:
+      Like q; differentiable in every array.
+
+    Raises:
+      ValueError, NotImplementedError: as `glu_step`.
+
+    >>> w, x = jnp.ones((1, 2, 2)), jnp.ones((1, 3, 2, 2))
+    >>> out = glu_step_beside({"w1": w, "w2": w}, x, x, 0 * x, lambda a, q, k, v: a * q, 5.0,
+    ...                       scale=1.0)
+    >>> [round(float(value), 3) for value in out[0, 0, :, 0]]
+    [3.523, 5.0]
+    """
+    _check(weights, q, k, v, others=True)
+    module = xla_or_hopper("glu_step_beside", implementation, kernel_problem(q), xla, mosaic_gpu)
+    options = scale / q.shape[1], clip
+    return module.glu_step_beside(*_wide(weights, q), q, k, v, beside, arrays, *options)
+
+
+def _wide(weights, q) -> list[jax.Array]:
+    """The weights in at least float32."""
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    return [weights[name].astype(wide) for name in NAMES]
+
+
+def _check(weights, q, k, v, others: bool) -> None:
+    """Raises ValueError unless shapes and dtypes suit; with `others`, q may have more heads."""
     if q.ndim != 4 or 0 in q.shape or not q.shape == k.shape == v.shape:
         raise ValueError(
             f"q, k and v have the shapes {q.shape}, {k.shape} and {v.shape}; they must be equal, "
@@ -69,6 +126,8 @@ def glu_step(
             "floating dtype"
         )
     heads, dim = q.shape[2:]
+    if others and "w1" in weights:
+        heads = min(heads, weights["w1"].shape[0])
     for name in NAMES:
         found = weights[name].shape if name in weights else None
         if found != (heads, dim, dim):
@@ -76,10 +135,6 @@ def glu_step(
                 f"weights[{name!r}] has shape {found}; it must be {(heads, dim, dim)} = [heads, "
                 "dim, dim] to match q"
             )
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    w1, w2 = (weights[name].astype(wide) for name in NAMES)
-    module = xla_or_hopper("glu_step", implementation, kernel_problem(q), xla, mosaic_gpu)
-    return module.glu_step(w1, w2, q, k, v, scale / q.shape[1], clip)
 
 
 def kernel_problem(q: jax.Array) -> str | None:

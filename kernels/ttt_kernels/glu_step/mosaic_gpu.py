@@ -7,6 +7,7 @@ where XLA, product by product, moves about seven times as much.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -44,11 +45,27 @@ def glu_step(w1, w2, q, k, v, scale: float, clip: bool, interpret: bool = False)
     Returns:
       Like q.
     """
-    tokens = q.shape[1]
-    # The copies between memories count in rows of 8; a token of zeros changes nothing.
-    q, k, v = (jnp.pad(x, ((0, 0), (0, -tokens % 8), (0, 0), (0, 0))) for x in (q, k, v))
     params = compat.gpu_interpret_params() if interpret else None
-    return _core(w1, w2, q, k, v, scale, clip, params)[:, :tokens]
+    return _core(w1, w2, q, k, v, scale, clip, params)
+
+
+def glu_step_beside(
+    w1, w2, q, k, v, beside, arrays, scale: float, clip: bool, interpret: bool = False
+) -> jax.Array:
+    """`glu_step` of the first heads, and `beside` of the others, without copies of their arrays.
+
+    Args:
+      w1, w2: [heads, 64, 64] float32.
+      q, k, v: [batch, tokens, heads + others, 64] bfloat16.
+      beside: maps (arrays, q, k, v), [batch, tokens, others, 64] each, to such an array.
+      arrays: pytree of what it needs else.
+      scale, clip, interpret: as of `glu_step`.
+
+    Returns:
+      Like q.
+    """
+    params = compat.gpu_interpret_params() if interpret else None
+    return _core_beside(w1, w2, q, k, v, arrays, beside, scale, clip, params)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
@@ -68,43 +85,61 @@ def _core_backward(scale, clip, interpret, residuals, error):
 _core.defvjp(_core_forward, _core_backward)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8, 9))
+def _core_beside(w1, w2, q, k, v, arrays, beside, scale, clip, interpret):
+    return _beside_forward(w1, w2, q, k, v, arrays, beside, scale, clip, interpret)[0]
+
+
+def _beside_forward(w1, w2, q, k, v, arrays, beside, scale, clip, interpret):
+    heads = w1.shape[0]
+    out, pullback = jax.vjp(beside, arrays, *(x[:, :, heads:] for x in (q, k, v)))
+    # The kernel leaves the other heads' places alone, and this writes nothing else.
+    out = forward(w1, w2, q, k, v, scale, clip, interpret).at[:, :, heads:].set(out)
+    return out, (w1, w2, q, k, v, pullback)
+
+
+def _beside_backward(beside, scale, clip, interpret, residuals, error):
+    *residuals, pullback = residuals
+    heads = residuals[0].shape[0]
+    dw1, dw2, *first = backward(*residuals, error, scale, clip, interpret)
+    darrays, *others = pullback(error[:, :, heads:])
+    first = [x.at[:, :, heads:].set(y) for x, y in zip(first, others, strict=True)]
+    return jnp.sum(dw1, axis=0), jnp.sum(dw2, axis=0), *first, darrays
+
+
+_core_beside.defvjp(_beside_forward, _beside_backward)
+
+
 # Jitted by themselves, so that a model of many layers lowers and compiles them once.
 @functools.partial(jax.jit, static_argnames=("scale", "clip", "interpret"))
 def forward(w1, w2, q, k, v, scale: float, clip: bool, interpret) -> jax.Array:
-    """Outputs of the step, as `ttt_kernels.glu_step`; the number of tokens a multiple of 8.
+    """Outputs of the step, as `ttt_kernels.glu_step`.
 
     Args:
       w1, w2: [heads, 64, 64] float32.
-      q, k, v: [batch, tokens, heads, 64] bfloat16, zeros in tokens that do not count.
-      scale: of the loss over the tokens that count.
+      q, k, v: [batch, tokens, at least heads, 64] bfloat16; further heads are not read.
+      scale: of the loss over the sum of the tokens.
       clip: whether the gradient is divided by its norm plus one.
       interpret: None, or the interpreter's parameters.
 
     Returns:
-      Like q.
+      Like q; further heads are not written.
     """
     plgpu = compat.mosaic_gpu()
-    batch, tokens, heads, _ = q.shape
-    tiles = -(-tokens // TILE)
+    plan = _Plan(*q.shape)
+    tiles = plan.tiles
 
     def glu_step_forward(*refs):
         w1_ref, w2_ref, q_ref, k_ref, v_ref, out_ref, *rest = refs
-        ks, vs, second, weights, ready, asked = rest
-        b, h = lax.axis_index("batch"), lax.axis_index("head")
-        part = functools.partial(_part, b=b, h=h)
-
-        @pl.loop(0, tiles)
-        def _(i):
-            plgpu.copy_gmem_to_smem(part(k_ref, i), ks.at[i], ready.at[i])
-            plgpu.copy_gmem_to_smem(part(v_ref, i), vs.at[i], ready.at[i])
-
+        *views, second, weights, ready, asked = rest
+        (ks, keys), (vs, values) = (_views(view, interpret) for view in views)
+        h = lax.axis_index("head")
+        plan.clear(ks, vs)
+        plan.fetch((k_ref, keys), (v_ref, values), ready)
         _store(weights, _load(w1_ref.at[h]), _load(w2_ref.at[h]))
         g1, g2 = _gradients(ks, vs, second, weights, ready, tiles)
 
-        @pl.loop(0, tiles)
-        def _(i):  # nothing reads the keys any more
-            plgpu.copy_gmem_to_smem(part(q_ref, i), ks.at[i], asked.at[i])
-
+        plan.fetch((q_ref, keys), None, asked)  # nothing reads the keys any more
         moved = (_move(_load(w_ref.at[h]), g, scale, clip) for w_ref, g in
                  ((w1_ref, g1), (w2_ref, g2)))  # fmt: skip
         _store(weights, *moved)
@@ -115,26 +150,26 @@ def forward(w1, w2, q, k, v, scale: float, clip: bool, interpret) -> jax.Array:
             value, gate = _two(ks.at[i], weights)
             vs.at[i][...] = (value * gate * _sigmoid(gate)).astype(jnp.bfloat16)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(vs.at[i], part(out_ref, i))
+            plan.write(i, (values, out_ref))
 
         plgpu.wait_smem_to_gmem(0)
 
     call = compat.gpu_kernel(
         glu_step_forward,
-        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        out_type=jax.ShapeDtypeStruct(plan.rows(q).shape, q.dtype),
         scratch_types=[
-            _tiles(tiles),
-            _tiles(tiles),
+            _two_views(tiles, interpret),
+            _two_views(tiles, interpret),
             _tiles(1),
             _tiles(2),
             plgpu.Barrier(num_arrivals=2, num_barriers=tiles),
             plgpu.Barrier(num_arrivals=1, num_barriers=tiles),
         ],
-        grid=(heads, batch),
+        grid=(w1.shape[0], plan.batch),
         grid_names=("head", "batch"),
         interpret=interpret,
     )
-    return call(w1, w2, q, k, v)
+    return call(w1, w2, *map(plan.rows, (q, k, v))).reshape(q.shape)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "clip", "interpret"))
@@ -143,34 +178,29 @@ def backward(w1, w2, q, k, v, error, scale: float, clip: bool, interpret) -> tup
 
     Args:
       w1, w2, q, k, v, scale, clip, interpret: as of `forward`.
-      error: gradient of the outputs, like q, zeros in tokens that do not count.
+      error: gradient of the outputs, like q; further heads are not read.
 
     Returns:
-      (dw1, dw2: [batch, heads, 64, 64] float32, to be summed over the batch; dq, dk, dv: like q).
+      (dw1, dw2: [batch, heads, 64, 64] float32, to be summed over the batch; dq, dk, dv: like q,
+      further heads are not written).
     """
     plgpu = compat.mosaic_gpu()
-    batch, tokens, heads, _ = q.shape
-    tiles = -(-tokens // TILE)
+    plan = _Plan(*q.shape)
+    tiles, heads = plan.tiles, w1.shape[0]
 
     def glu_step_backward(*refs):
         w1_ref, w2_ref, q_ref, k_ref, v_ref, error_ref = refs[:6]
         dw1_ref, dw2_ref, dq_ref, dk_ref, dv_ref, *rest = refs[6:]
-        left, right, spare, weights, *barriers = rest
+        *views, spare, weights = rest[:4]
+        (left, left_rows), (right, right_rows) = (_views(view, interpret) for view in views)
+        barriers = rest[4:]
         b, h = lax.axis_index("batch"), lax.axis_index("head")
-        part = functools.partial(_part, b=b, h=h)
         first, second = weights.at[pl.ds(0, 2)], weights.at[pl.ds(2, 2)]
 
         def fetch(a_ref, b_ref, barrier):
-            @pl.loop(0, tiles)
-            def _(i):
-                plgpu.copy_gmem_to_smem(part(a_ref, i), left.at[i], barrier.at[i])
-                plgpu.copy_gmem_to_smem(part(b_ref, i), right.at[i], barrier.at[i])
+            plan.fetch((a_ref, left_rows), (b_ref, right_rows), barrier)
 
-        def write(i, *pairs):
-            plgpu.commit_smem()
-            for source, target in pairs:
-                plgpu.copy_smem_to_gmem(source.at[i], part(target, i))
-
+        plan.clear(left, right)
         fetch(k_ref, v_ref, barriers[0])
         _store(first, _load(w1_ref.at[h]), _load(w2_ref.at[h]))
         g1, g2 = _gradients(left, right, spare, first, barriers[0], tiles)
@@ -186,7 +216,8 @@ def backward(w1, w2, q, k, v, error, scale: float, clip: bool, interpret) -> tup
                 left.at[i][...] = _read_backwards(
                     left.at[i], right.at[i], spare.at[0], second, d1, d2
                 ).astype(jnp.bfloat16)
-                write(i, (left, dq_ref))
+                plgpu.commit_smem()
+                plan.write(i, (left_rows, dq_ref))
 
             moving = [_move_backwards(d[...], _load(g), scale, clip)
                       for d, g in ((d1, first.at[0]), (d2, first.at[1]))]  # fmt: skip
@@ -202,7 +233,8 @@ def backward(w1, w2, q, k, v, error, scale: float, clip: bool, interpret) -> tup
                 )
                 left.at[i][...] = dk.astype(jnp.bfloat16)
                 right.at[i][...] = dv.astype(jnp.bfloat16)
-                write(i, (left, dk_ref), (right, dv_ref))
+                plgpu.commit_smem()
+                plan.write(i, (left_rows, dk_ref), (right_rows, dv_ref))
 
             return d1[...], d2[...]
 
@@ -210,23 +242,24 @@ def backward(w1, w2, q, k, v, error, scale: float, clip: bool, interpret) -> tup
         dw1_ref[b, h], dw2_ref[b, h] = pl.run_scoped(run, acc, acc)
         plgpu.wait_smem_to_gmem(0)
 
-    by_row = jax.ShapeDtypeStruct((batch, heads, TILE, TILE), jnp.float32)
-    like = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    by_row = jax.ShapeDtypeStruct((plan.batch, heads, TILE, TILE), jnp.float32)
+    like = jax.ShapeDtypeStruct(plan.rows(q).shape, q.dtype)
     call = compat.gpu_kernel(
         glu_step_backward,
         out_type=[by_row, by_row, like, like, like],
         scratch_types=[
-            _tiles(tiles),
-            _tiles(tiles),
+            _two_views(tiles, interpret),
+            _two_views(tiles, interpret),
             _tiles(1),
             _tiles(4),
             *(plgpu.Barrier(num_arrivals=2, num_barriers=tiles) for _ in range(3)),
         ],
-        grid=(heads, batch),
+        grid=(heads, plan.batch),
         grid_names=("head", "batch"),
         interpret=interpret,
     )
-    return tuple(call(w1, w2, q, k, v, error))
+    dw1, dw2, *rest = call(w1, w2, *map(plan.rows, (q, k, v, error)))
+    return dw1, dw2, *(x.reshape(q.shape) for x in rest)
 
 
 def _tiles(count: int):
@@ -236,9 +269,92 @@ def _tiles(count: int):
     return plgpu.SMEM((count, TILE, TILE), jnp.bfloat16, transforms=transforms)
 
 
-def _part(ref, i, *, b, h):
-    """Tile i of an image and head; tokens past the end are read as zeros and not written."""
-    return ref.at[b, pl.ds(i * TILE, TILE), h]
+def _two_views(count: int, interpret):
+    """The same tiles as wgmma reads them and row by row: in memory they are the same.
+
+    A tile of 64 channels is as wide as the swizzle, so that its rows follow one another. As tiles,
+    copies to and from global memory would have to begin at multiples of 8 rows. The interpreter
+    knows no tiles, and one view does.
+    """
+    plgpu = compat.mosaic_gpu()
+    rows = plgpu.SMEM((count, TILE, TILE), jnp.bfloat16, transforms=(plgpu.SwizzleTransform(128),))
+    return _tiles(count) if interpret else plgpu.RefUnion(_tiles(count), rows)
+
+
+def _views(ref, interpret) -> tuple:
+    """(as tiles, row by row) of `_two_views`."""
+    return (ref, ref) if interpret else tuple(ref)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """Sizes of a launch, and the copies of an image's and head's tokens."""
+
+    batch: int
+    tokens: int
+    heads: int
+    dim: int
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of tokens, the last of which may have fewer than 64."""
+        return -(-self.tokens // TILE)
+
+    @property
+    def rest(self) -> int:
+        """Tokens of the last tile, if it is not whole; else 0."""
+        return self.tokens % TILE
+
+    def rows(self, x):
+        """[batch · tokens, heads, dim]."""
+        return x.reshape(-1, self.heads, self.dim)
+
+    def clear(self, *refs):
+        """Writes zeros where no copy does; they stay, for of zeros every product is zero."""
+        if self.rest:
+            for ref in refs:
+                ref.at[self.tiles - 1][...] = jnp.zeros((TILE, TILE), ref.dtype)
+            compat.mosaic_gpu().commit_smem()
+
+    def fetch(self, a, b, barriers):
+        """Starts to copy the tokens of pairs (array, tiles row by row); b may be None."""
+        pairs = [pair for pair in (a, b) if pair is not None]
+
+        def copy(i, count):
+            for source, target in pairs:
+                compat.mosaic_gpu().copy_gmem_to_smem(
+                    self._part(source, i, count), _head(target, i, count), barriers.at[i]
+                )
+
+        whole = self.tokens // TILE
+        if whole:
+            pl.loop(0, whole)(lambda i: copy(i, TILE))
+        if self.rest:
+            copy(whole, self.rest)
+
+    def write(self, i, *pairs):
+        """Starts to copy tile i of pairs (tiles row by row, array)."""
+        plgpu = compat.mosaic_gpu()
+
+        def copy(count):
+            for source, target in pairs:
+                plgpu.copy_smem_to_gmem(_head(source, i, count), self._part(target, i, count))
+
+        whole = self.tokens // TILE
+        if whole:
+            pl.when(i < whole)(lambda: copy(TILE))
+        if self.rest:
+            pl.when(i == whole)(lambda: copy(self.rest))
+
+    def _part(self, ref, i, count: int):
+        """The first tokens of tile i of this block's image and head."""
+        row = lax.axis_index("batch") * self.tokens + i * TILE
+        return ref.at[pl.ds(row, count), lax.axis_index("head")]
+
+
+def _head(ref, i, count: int):
+    """The first rows of a tile."""
+    return ref.at[i] if count == TILE else ref.at[i, pl.ds(0, count)]
 
 
 def _load(ref):
@@ -276,7 +392,7 @@ def _back(acc, a, b, weights):
 
 
 def _sigmoid(x):
-    return 1 / (1 + jnp.exp(-x))
+    return 0.5 * jnp.tanh(0.5 * x) + 0.5  # one instruction, to 5e-4, where 1 / (1 + exp) is ten
 
 
 def _gradients(ks, vs, second, weights, ready, tiles: int):
@@ -311,7 +427,7 @@ def _move(weight, gradient, scale: float, clip: bool):
     """The weights after the step; `gradient` is that of −⟨f, v⟩, without sign and scale."""
     if clip:
         norm = jnp.sqrt(jnp.sum(gradient * gradient, axis=0))
-        gradient = gradient / _columns(scale * norm + 1)
+        gradient = gradient * _columns(1 / (scale * norm + 1))
     return weight + scale * gradient
 
 

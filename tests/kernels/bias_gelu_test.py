@@ -1,0 +1,101 @@
+"""bias_gelu: values and gradients against the definition in float64, the kernels interpreted."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.tolerances import assert_close, tolerance
+from ttt_kernels.bias_gelu import bias_gelu, triton, xla
+
+BF16_RMS = 0.01
+
+
+def make(rows, features, dtype):
+    random = np.random.default_rng(0)
+    x = jnp.asarray(3 * random.normal(size=(rows, features)), dtype)
+    return x, jnp.asarray(random.normal(size=features), jnp.float32)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def results(x, bias, function):
+    out, pullback = jax.vjp(function, x, bias)
+    error = jnp.asarray(np.random.default_rng(1).normal(size=x.shape), x.dtype)
+    return dict(zip(("out", "dx", "dbias"), (out, *pullback(error)), strict=True))
+
+
+def expected(x, bias):
+    z = np.asarray(x, np.float64) + np.asarray(bias, np.float64)
+    error = np.asarray(jnp.asarray(np.random.default_rng(1).normal(size=x.shape), x.dtype))
+    normal = (1 + np.vectorize(math.erf)(z / 2**0.5)) / 2
+    slope = normal + z * np.exp(-z * z / 2) / (2 * np.pi) ** 0.5
+    dx = error.astype(np.float64) * slope
+    return {"out": z * normal, "dx": dx, "dbias": dx.sum(axis=0)}
+
+
+def test_the_plain_form_is_the_definition():
+    x, bias = make(5, 12, jnp.float32)
+    got = results(x, bias, xla.bias_gelu)
+    for name, value in expected(x, bias).items():
+        assert_close(got[name], value, tolerance(jnp.float32, 5), name)
+
+
+def test_the_kernels_in_the_interpreter(monkeypatch):
+    """More blocks of rows than programs, with shares of uneven size."""
+    monkeypatch.setattr(triton, "PROGRAMS", 4)
+    jax.clear_caches()  # of programs that were made with another number
+    x, bias = make(24, 256, jnp.bfloat16)
+    got = results(x, bias, functools.partial(triton.bias_gelu, interpret=True))
+    for name, value in expected(x, bias).items():
+        error = np.asarray(got[name], np.float64) - value
+        assert np.sqrt(np.mean(error**2) / np.mean(value**2)) < BF16_RMS, name
+
+
+def test_the_kernels_normal_distribution():
+    z = np.linspace(-12, 12, 4001, dtype=np.float32)
+    normal, density = jax.jit(triton._normal)(z)
+    exact = (1 + np.vectorize(math.erf)(z.astype(np.float64) / 2**0.5)) / 2
+    assert np.abs(normal - exact).max() < 3e-7
+    assert np.abs(density - np.exp(-z.astype(np.float64) ** 2 / 2)).max() < 1e-6
+
+
+def test_the_kernels_lower():
+    device = jax.sharding.AbstractDevice("NVIDIA H200", None, "gpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
+    arrays = make(8, 3072, jnp.bfloat16)
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = results.trace(*arrays, triton.bias_gelu)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @__gpu$xla.gpu.triton") == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(x=jnp.ones(6)), "x has shape \\(6,\\)"),
+        (dict(bias=jnp.ones(5)), "bias has shape \\(5,\\); it must be \\(6,\\)"),
+        (dict(implementation="cuda"), "implementation='cuda' is unknown"),
+    ],
+)
+def test_bad_arguments_are_named(change, message):
+    x, bias = make(2, 6, jnp.float32)
+    with pytest.raises(ValueError, match=message):
+        bias_gelu(**dict(x=x, bias=bias) | change)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "message"),
+    [
+        ((8, 128), jnp.float32, "float32"),
+        ((9, 128), jnp.bfloat16, "9 rows"),
+        ((8, 96), jnp.bfloat16, "96 features"),
+    ],
+)
+def test_the_kernel_names_what_it_cannot(shape, dtype, message):
+    x = jnp.ones(shape, dtype)
+    assert message in triton.unsupported(x)
+    with pytest.raises(NotImplementedError, match=message):
+        bias_gelu(x, jnp.ones(shape[1]), implementation="triton")
