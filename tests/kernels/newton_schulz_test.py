@@ -12,6 +12,7 @@ from tests.kernels.newton_schulz_tpu_test import both, reference
 from tests.tolerances import assert_close, tolerance
 from ttt_kernels import compat, newton_schulz
 from ttt_kernels.newton_schulz import LACT_COEFFICIENTS, mosaic_gpu, xla
+from ttt_kernels.newton_schulz.mosaic_gpu_pair import Pair
 from ttt_kernels.newton_schulz.mosaic_gpu_ring import Layout
 
 EPS = 1e-7
@@ -39,6 +40,13 @@ def with_reset(function, *arguments):
     except Exception:
         compat.reset_gpu_interpreter()
         raise
+
+
+def use(monkeypatch, layout):
+    """Makes the kernels take a layout; backwards a ring."""
+    backwards = Layout(64, 64, 2, 3) if isinstance(layout, Pair) else layout
+    monkeypatch.setattr(mosaic_gpu, "choose_layout",
+                        lambda *_, backward=False: backwards if backward else layout)
 
 
 @pytest.mark.parametrize("shape", [(2, 6, 9), slow((3, 1, 7, 5))], ids=str)
@@ -69,15 +77,17 @@ def test_xla_gradient_is_that_of_its_forward_pass():
 @interpreted
 @pytest.mark.parametrize(
     "shape, layout",
-    [((1, 64, 128), (64, 2, 3)),  # one tile of a symmetric step for two CTAs
-     slow((2, 128, 128), (64, 4, 3)), slow((1, 100, 130), None),
-     slow((2, 128, 256), (128, 2, 2)), slow((1, 192, 192), (192, 1, 4)),
-     slow((1, 192, 128), (64, 2, 8))],
+    [((2, 128, 128), Pair(1)),
+     slow((1, 64, 128), Layout(64, 64, 2, 3)),  # one tile of a symmetric step for two CTAs
+     slow((1, 256, 256), Pair(2)), slow((1, 384, 384), Pair(3)),
+     slow((2, 128, 128), Layout(64, 64, 4, 3)), slow((1, 100, 130), None),
+     slow((2, 128, 256), Layout(128, 128, 2, 2)), slow((1, 192, 192), Layout(192, 192, 1, 4)),
+     slow((1, 192, 128), Layout(64, 64, 2, 8)), slow((1, 128, 192), Layout(64, 192, 2, 3))],
     ids=str,
 )
-def test_hopper_kernels_equal_the_definition(monkeypatch, shape, layout):
+def test_hopper_kernels_equal_the_definition(monkeypatch, capfd, shape, layout):
     if layout is not None:
-        monkeypatch.setattr(mosaic_gpu, "choose_layout", lambda *_: Layout(*layout))
+        use(monkeypatch, layout)
     x, cotangent = draw(shape)
     x = x.at[1:].set(0)  # the last matrix is zero
     coefficients = LACT_COEFFICIENTS[:2]
@@ -88,6 +98,7 @@ def test_hopper_kernels_equal_the_definition(monkeypatch, shape, layout):
         return kernel(x), *both(kernel, x, cotangent)
 
     alone, y, dx = with_reset(jax.jit(results), x, cotangent)
+    assert "RACE" not in "".join(capfd.readouterr())
     assert jnp.array_equal(alone, y)  # nothing kept, and everything kept
     want = both(functools.partial(reference, coefficients=coefficients), x[:1], cotangent[:1])
     plain = both(functools.partial(newton_schulz, coefficients=coefficients, dtype=BF16,
@@ -107,7 +118,9 @@ def lowered(function, *shapes, dtype=jnp.float32):
 
 @pytest.mark.parametrize(
     "shape, layouts",
-    [((64, 384, 384), [None]), slow((12, 384, 384), [None, (192, 4, 4), (64, 8, 8)]),
+    [((64, 384, 384), [None]), slow((48, 256, 256), [None]), slow((64, 128, 128), [None]),
+     slow((12, 384, 384), [None, *(Layout(*numbers) for numbers in (
+         (192, 192, 2, 4), (192, 192, 4, 4), (64, 64, 8, 8), (128, 192, 6, 5)))]),
      slow((2, 3, 768, 768), [None]), slow((128, 320, 100), [None]), slow((1, 64, 64), [None])],
     ids=str,
 )
@@ -117,7 +130,7 @@ def test_every_layout_lowers(monkeypatch, shape, layouts):
 
     for layout in layouts:
         if layout is not None:
-            monkeypatch.setattr(mosaic_gpu, "choose_layout", lambda *_, at=layout: Layout(*at))
+            use(monkeypatch, layout)
         program = lowered(kernel, shape)
         assert program.count("custom_call @mosaic_gpu") == 1
         assert "newton_schulz_forward" in program
@@ -129,10 +142,17 @@ def test_every_layout_lowers(monkeypatch, shape, layouts):
 def test_layouts_are_legal():
     for matrices in (1, 12, 14, 15, 28, 64, 66, 67, 500):
         for rows in range(64, 769, 64):
-            layout = mosaic_gpu.choose_layout(matrices, rows, 768)
-            assert rows % layout.tile == 0 and 768 % layout.tile == 0
-            assert layout.cluster * min(matrices, 66) <= 132
-            assert 1 <= layout.cluster <= (rows // layout.tile) * (768 // layout.tile)
+            for columns in (rows, 768):
+                at_once = min(matrices, 66)
+                layout = mosaic_gpu.choose_layout(matrices, rows, columns)
+                if isinstance(layout, Pair):
+                    assert rows == columns == 128 * layout.strips and 1 <= layout.strips <= 3
+                    assert matrices > 14
+                    layout = mosaic_gpu.choose_layout(matrices, rows, columns, backward=True)
+                assert rows % layout.tile == 0 and columns % layout.tile == 0
+                assert columns % layout.width == 0
+                assert layout.cluster * at_once <= 132
+                assert 1 <= layout.cluster <= (rows // layout.tile) * (columns // layout.width)
 
 
 def test_choice_and_refusals(monkeypatch):

@@ -9,9 +9,9 @@ and backwards, with `G` the gradient of `X'`::
 
     S = G Xᵀ + X Gᵀ        T = c (S A + A S) + b S        dX = B G + T X
 
-A, B, S and T are symmetric: only their tiles on and above the diagonal are computed. Adding `a I`
-before the rounding is what makes this more accurate than `a X + (b A + c A²) X`. The first X is
-never written: its norm enters as factors of the first A and B.
+A, B, S and T are symmetric: half of their blocks are computed and mirrored. Adding `a I` before the
+rounding is what makes this more accurate than `a X + (b A + c A²) X`. The normalised X is never
+written: its norm, whose square is the trace of X Xᵀ, enters as factors of the first A and B.
 """
 
 from __future__ import annotations
@@ -22,29 +22,39 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ttt_kernels.newton_schulz.mosaic_gpu_ring import BLOCK, Layout, Step, launch
+from ttt_kernels.newton_schulz import mosaic_gpu_pair, mosaic_gpu_ring
+from ttt_kernels.newton_schulz.mosaic_gpu_pair import Pair
+from ttt_kernels.newton_schulz.mosaic_gpu_ring import Layout
+from ttt_kernels.newton_schulz.mosaic_gpu_step import BLOCK, Step
 
 LARGEST = 768
 # Up to so many matrices a cluster of eight CTAs takes each: so many run at the same time.
 FEW_MATRICES = 14
 
 
-def choose_layout(matrices: int, rows: int, columns: int) -> Layout:
+def choose_layout(
+    matrices: int, rows: int, columns: int, backward: bool = False
+) -> Layout | Pair:
     """How a launch on these matrices is cut for the multiprocessors of a H100 or H200.
 
-    Clusters of eight or two, the ones that were checked on the chip; one CTA for a single tile.
+    Forwards a pair of CTAs a matrix where there is one, else a ring in clusters of eight, six or
+    two, the ones that were checked on the chip; one CTA for a single tile.
 
-    >>> choose_layout(64, 384, 384), choose_layout(12, 384, 384)
-    (Layout(tile=192, cluster=2, stages=4), Layout(tile=128, cluster=8, stages=6))
+    >>> choose_layout(64, 384, 384), choose_layout(64, 384, 384, backward=True)
+    (Pair(strips=3), Layout(tile=192, width=192, cluster=2, stages=4))
     """
+    few, square = matrices <= FEW_MATRICES, rows == columns
+    if not few and not backward and square and rows in (128, 256, 384):
+        return Pair(rows // (2 * BLOCK))
+    if few and square and rows == 384:
+        return Layout(128, 192, 6, 5)
     # Tile size -> tiles of a matrix, so that no CTA of a cluster is without one.
     tiles = {size: (rows // size) * (columns // size) for size in (192, 128, 64)
              if rows % size == columns % size == 0}  # fmt: skip
     most = tiles[BLOCK]
-    sizes = (8, 2, 1) if matrices <= FEW_MATRICES else (2, 1)
-    cluster = next(size for size in sizes if size <= most)
+    cluster = next(size for size in ((8, 2, 1) if few else (2, 1)) if size <= most)
     tile = next(size for size, number in tiles.items() if number >= cluster)
-    return Layout(tile, cluster, {192: 4, 128: 6, 64: 8}[tile])
+    return Layout(tile, tile, cluster, {192: 4, 128: 6, 64: 8}[tile])
 
 
 def unsupported(x: jax.Array, iterations: int, dtype: jnp.dtype) -> str | None:
@@ -93,75 +103,99 @@ def newton_schulz(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _core(x, coefficients, eps, interpret):
     """All matrices of [n, rows, columns], multiples of 64, rows <= columns."""
-    xs, *_ = _iterate(x.astype(jnp.bfloat16), coefficients, eps, False, interpret)
-    return xs[(len(coefficients) - 1) % 2].astype(x.dtype)
+    y, *_ = _iterate(x.astype(jnp.bfloat16), coefficients, eps, False, interpret)
+    return y.astype(x.dtype)
 
 
 def _forward(x, coefficients, eps, interpret):
-    y = x.astype(jnp.bfloat16)
-    kept = _iterate(y, coefficients, eps, True, interpret)
-    return kept[0][-1].astype(x.dtype), (y, kept, jnp.zeros((), x.dtype))
+    rounded = x.astype(jnp.bfloat16)
+    y, *kept = _iterate(rounded, coefficients, eps, True, interpret)
+    return y.astype(x.dtype), (rounded, kept, jnp.zeros((), x.dtype))
 
 
 def _iterate(x, coefficients, eps, keep: bool, interpret):
-    """X after each iteration, each A and each B, [iterations, n, ...]; without `keep` the last
-    two, one and one."""
+    """The result, X between iterations, each B and each A, [iterations, n, ...], and the traces of
+    the first A's diagonal blocks; without `keep` no more of X, B and A than is needed."""
     iterations, (count, rows, columns) = len(coefficients), x.shape
-    scale = _scales(_norms(x), eps, iterations)
-    table = jnp.asarray([triple[::-1] for triple in coefficients], jnp.float32)
-    weights = jnp.concatenate([scale**2, scale * table[:, None]], 2)  # of A; c, b and a of B
+    last, layout = iterations - 1, choose_layout(count, rows, columns)
+    traced = isinstance(layout, Pair)
+    # For the sake of the L2 cache: A is written over the X before last, and the next X over A.
+    shared = not keep and rows == columns
+    between, kept = (max(last, 1), iterations) if keep else (min(iterations, 2), 1)
 
     def steps(k, n, inputs, outputs):
-        x, weights = inputs
-        xs, grams, polynomials = outputs
-        slot = k if keep else 0
-        before = lax.max(k - 1, 0) if keep else lax.rem(k + 1, jnp.int32(2))
-        source = ((k == 0, x.at[n]), (k > 0, xs.at[before, n]))
-        gram, polynomial = grams.at[slot, n], polynomials.at[slot, n]
+        x, table, traces = (*inputs, outputs[-1])[:3]
+        y, xs, polynomials = outputs[:3]
+        slot, traces = k if keep else 0, traces.at[n]
+        source = ((k == 0, x.at[n]), (k > 0, xs.at[_slot(k - 1, between), n]))
+        target = ((k < last, xs.at[_slot(k, between), n]), (k == last, y.at[n]))
+        gram = xs.at[_slot(k, between), n] if shared else outputs[3].at[slot, n]
+        polynomial = polynomials.at[slot, n]
+
+        def scale():
+            return _scale(traces, eps, k == 0)
+
         return (
-            Step(((source, source),), gram, columns, True, True, lambda: [weights[k, n, 0]]),
-            Step(((gram, gram),), polynomial, rows, True, True,
-                 lambda: [weights[k, n, i] for i in (1, 2, 3)], gram),
-            Step(((polynomial, source),), xs.at[k if keep else lax.rem(k, jnp.int32(2)), n], rows),
+            Step(((source, source),), gram, True, lambda: [scale() ** 2],
+                 traces=traces if traced else None),
+            Step(((gram, gram),), polynomial, True,
+                 lambda: [scale() * table[k, i] for i in (2, 1, 0)], gram),
+            Step(((polynomial, source),), target, early=True),
         )
 
-    kept = iterations if keep else 1
-    shapes = ((kept if keep else 2, count, rows, columns), *[(kept, count, rows, rows)] * 2)
-    return launch("newton_schulz_forward", steps, iterations, (x, weights),
-                  [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes], count,
-                  choose_layout(count, rows, columns), interpret)
+    arrays = [x, jnp.asarray(coefficients, jnp.float32)]
+    shapes = [x.shape, (between, *x.shape), *[(kept, count, rows, rows)] * 2]
+    outputs = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    if shared:
+        del outputs[3]
+    if traced:
+        outputs.append(jax.ShapeDtypeStruct((count, rows // BLOCK), jnp.float32))
+    else:
+        arrays.append(_traces(x))
+    form = mosaic_gpu_pair if traced else mosaic_gpu_ring
+    results = form.launch(
+        "newton_schulz_forward", steps, iterations, arrays, outputs, count, layout, interpret
+    )
+    return results if traced else [*results, arrays[-1]]
 
 
 def _backward(coefficients, eps, interpret, residuals, g):
-    x, kept, like = residuals
-    iterations, (count, rows, columns) = len(coefficients), x.shape
-    norm = _norms(x)
-    scale = _scales(norm, eps, iterations)
-    table = jnp.asarray([(c, b, 0.0) for _, b, c in coefficients], jnp.float32)
-    weights = jnp.concatenate([scale, scale**2 * table[:, None]], 2)  # of S, and of T
+    x, (*kept, traces), like = residuals
+    iterations, last, (count, rows, columns) = len(coefficients), len(coefficients) - 1, x.shape
+    between, shared = min(iterations, 2), rows == columns  # S is written over the G before last
 
     def steps(k, n, inputs, outputs):
-        g, x, xs, grams, polynomials, weights = inputs
-        boths, d_grams, gs = outputs
-        i = iterations - 1 - k
+        g, x, xs, polynomials, grams, table, traces = inputs
+        dx, gs, d_grams = outputs[:3]
+        i = last - k
         x_k = ((i == 0, x.at[n]), (i > 0, xs.at[lax.max(i - 1, 0), n]))
-        g_k = ((k == 0, g.at[n]), (k > 0, gs.at[lax.rem(k + 1, jnp.int32(2)), n]))
-        gram, both, d_gram = grams.at[i, n], boths.at[n], d_grams.at[n]
+        g_k = ((k == 0, g.at[n]), (k > 0, gs.at[_slot(k - 1, between), n]))
+        target = ((k < last, gs.at[_slot(k, between), n]), (k == last, dx.at[n]))
+        both = gs.at[_slot(k, between), n] if shared else outputs[3].at[n]
+        gram, d_gram = grams.at[i, n], d_grams.at[n]
+
+        def scale():
+            return _scale(traces.at[n], eps, i == 0)
+
         return (
-            Step(((g_k, x_k), (x_k, g_k)), both, columns, True, True, lambda: [weights[i, n, 0]]),
-            Step(((both, gram), (gram, both)), d_gram, rows, True, True,
-                 lambda: [weights[i, n, j] for j in (1, 2, 3)], both),
-            Step(((polynomials.at[i, n], g_k), (d_gram, x_k)), gs.at[lax.rem(k, jnp.int32(2)), n],
-                 rows),
+            Step(((g_k, x_k), (x_k, g_k)), both, True, lambda: [scale()]),
+            Step(((both, gram), (gram, both)), d_gram, True,
+                 lambda: [*[scale() ** 2 * table[i, j] for j in (2, 1)], jnp.float32(0.0)], both),
+            Step(((polynomials.at[i, n], g_k), (d_gram, x_k)), target),
         )
 
-    shapes = ((count, rows, rows), (count, rows, rows), (2, count, rows, columns))
-    *_, gs = launch("newton_schulz_backward", steps, iterations,
-                    (g.astype(jnp.bfloat16), x, *kept, weights),
-                    [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes], count,
-                    choose_layout(count, rows, columns), interpret)
+    table = jnp.asarray(coefficients, jnp.float32)
+    arrays = [g.astype(jnp.bfloat16), x, *kept, table, traces]
+    shapes = [x.shape, (between, *x.shape), (count, rows, rows)]
+    outputs = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    if not shared:
+        outputs.append(outputs[2])
+    layout = choose_layout(count, rows, columns, backward=True)
+    g, *_ = mosaic_gpu_ring.launch(
+        "newton_schulz_backward", steps, iterations, arrays, outputs, count, layout, interpret
+    )
     # Through the norm, whose own gradient counts as 0 at the zero matrix.
-    x, g = x.astype(jnp.float32), gs[(iterations - 1) % 2].astype(jnp.float32)
+    x, g, norm = x.astype(jnp.float32), g.astype(jnp.float32), jnp.sqrt(jnp.sum(traces, axis=1))
     along = jnp.sum(g * x, axis=(1, 2)) / ((norm + eps) * jnp.where(norm > 0, norm, 1))
     return ((g - along[:, None, None] * x).astype(like.dtype),)
 
@@ -169,13 +203,23 @@ def _backward(coefficients, eps, interpret, residuals, g):
 _core.defvjp(_forward, _backward)
 
 
-def _norms(x: jax.Array) -> jax.Array:
-    """Frobenius norms of [n, rows, columns], [n] float32."""
-    wide = x.astype(jnp.float32)
-    return jnp.sqrt(jnp.sum(wide * wide, axis=(1, 2)))
+def _slot(k, slots: int):
+    """Where X of an iteration is kept."""
+    return lax.rem(lax.max(k, 0), jnp.int32(slots))
 
 
-def _scales(norm: jax.Array, eps: float, iterations: int) -> jax.Array:
-    """What each iteration's X is still to be multiplied by, [iterations, n, 1]."""
-    ones = jnp.ones((iterations - 1, *norm.shape), jnp.float32)
-    return jnp.concatenate([1 / (norm + eps)[None], ones])[:, :, None]
+def _traces(x: jax.Array) -> jax.Array:
+    """Traces of the diagonal blocks of X Xᵀ, [n, rows / 64] float32."""
+    wide = x.reshape(x.shape[0], x.shape[1] // BLOCK, -1).astype(jnp.float32)
+    return jnp.sum(wide * wide, axis=2)
+
+
+def _scale(traces, eps: float, is_first):
+    """What X is still to be multiplied by, read from the reference to a matrix's traces."""
+
+    def first():
+        squares = sum((traces[i] for i in range(traces.shape[0])), jnp.float32(0.0))
+        norm = jnp.where(squares > 0, squares * lax.rsqrt(squares), jnp.float32(0.0))
+        return 1 / (norm + eps)
+
+    return lax.cond(is_first, first, lambda: jnp.float32(1.0))

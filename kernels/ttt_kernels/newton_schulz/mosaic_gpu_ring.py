@@ -9,7 +9,6 @@ from tile to tile, and the others multiply 64 rows of the tile each.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +16,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ttt_kernels import compat
+from ttt_kernels.newton_schulz.mosaic_gpu_step import (
+    BLOCK,
+    Step,
+    copy_in,
+    copy_out,
+    on_diagonal,
+    span,
+)
 
-BLOCK = 64  # rows of one wgmma, and the length of the sum that one load is good for
 # Registers of a loading and of a computing thread, by the number of computing warpgroups.
 _REGISTERS = {1: (40, 232), 2: (40, 232), 3: (40, 152)}
 
@@ -28,12 +34,14 @@ class Layout:
     """How a launch is cut.
 
     Attributes:
-      tile: rows and columns of a tile: 64, 128 or 192; divides every matrix's.
+      tile: rows of a tile, and columns of a symmetric matrix's: 64, 128 or 192.
+      width: columns of another matrix's tile: 64, 128 or 192.
       cluster: CTAs a matrix, at most 8.
       stages: loads in flight in a CTA.
     """
 
     tile: int
+    width: int
     cluster: int
     stages: int
 
@@ -42,47 +50,28 @@ class Layout:
         """Computing warpgroups of a CTA."""
         return self.tile // BLOCK
 
+    def columns(self, step: Step) -> int:
+        """Columns of a step's tiles."""
+        return self.tile if step.symmetric else self.width
 
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """`out = w0 * sum(left right) + w1 * other + w2 * I` for one matrix.
+    def tiles(self, step: Step) -> int:
+        """Number of a step's tiles that are computed: of a symmetric matrix, not those below the
+        diagonal."""
+        down, across = step.shape[0] // self.tile, step.shape[1] // self.columns(step)
+        return down * (down + 1) // 2 if step.symmetric else down * across
 
-    Attributes:
-      terms: (left, right) pairs. An operand is a reference to a matrix in global memory, or several
-        (predicate, reference) pairs, of which the one whose predicate is true is read.
-      out: reference to the result; its shape is that of the step.
-      inner: length of the products' sums.
-      transposed: multiplies by the transposes of the right operands.
-      symmetric: the result is symmetric: tiles below the diagonal are mirrored, not computed.
-      weights: returns [w0], or with `other` [w0, w1, w2]; None for [1].
-      other: reference to a matrix, or None.
-    """
-
-    terms: tuple
-    out: jax.Array
-    inner: int
-    transposed: bool = False
-    symmetric: bool = False
-    weights: Callable[[], list] | None = None
-    other: jax.Array | None = None
-
-    def tiles(self, tile: int) -> int:
-        """Number of tiles that are computed."""
-        down, across = (size // tile for size in self.out.shape)
-        return down * (down + 1) // 2 if self.symmetric else down * across
-
-    def corner(self, index, tile: int):
+    def corner(self, step: Step, index):
         """First row and first column of a tile, which are numbered row by row."""
-        down, across = (size // tile for size in self.out.shape)
-        if not self.symmetric:
+        down, across = step.shape[0] // self.tile, step.shape[1] // self.columns(step)
+        if not step.symmetric:
             row, column = lax.div(index, jnp.int32(across)), lax.rem(index, jnp.int32(across))
-            return row * tile, column * tile
+            return row * self.tile, column * self.width
         row = first = jnp.int32(0)
         for i in range(1, down):
             start = i * down - i * (i - 1) // 2
             row = jnp.where(index >= start, i, row)
             first = jnp.where(index >= start, start, first)
-        return row * tile, (row + index - first) * tile
+        return row * self.tile, (row + index - first) * self.tile
 
 
 def launch(name, iteration, iterations, arrays, out_types, matrices, layout, interpret):
@@ -117,7 +106,7 @@ def launch(name, iteration, iterations, arrays, out_types, matrices, layout, int
                 start = 0
                 for number, step in enumerate(iteration(k, matrix, inputs, outputs)):
                     done = visit((k == 0) & (number == 0), start, step, done)
-                    start += step.tiles(tile)
+                    start += layout.tiles(step)
                 return done
 
             return lax.fori_loop(0, iterations, once, jnp.int32(0))
@@ -146,7 +135,7 @@ def launch(name, iteration, iterations, arrays, out_types, matrices, layout, int
         out_type=list(out_types),
         scratch_types=[
             shared(stages, tile, BLOCK),
-            plgpu.RefUnion(shared(stages, BLOCK, tile), shared(stages, tile, BLOCK)),
+            plgpu.RefUnion(shared(stages, BLOCK, layout.width), shared(stages, tile, BLOCK)),
             shared(warpgroups, BLOCK, BLOCK),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
@@ -169,7 +158,7 @@ class _Ring:
 
     layout: Layout
     lefts: jax.Array  # [stages, tile, BLOCK]
-    rights: tuple  # the same memory as [stages, BLOCK, tile] and, transposed, [stages, tile, BLOCK]
+    rights: tuple  # one memory, as [stages, BLOCK, width] and, transposed, [stages, tile, BLOCK]
     staging: jax.Array  # [warpgroups, BLOCK, BLOCK]
     full: jax.Array  # a slot is loaded
     free: jax.Array  # a slot has been read
@@ -182,7 +171,7 @@ class _Ring:
         """The first of this CTA's tiles of a step, and how many it has."""
         parts = self.layout.cluster
         first = lax.rem(lax.axis_index("part") + (parts - start % parts), jnp.int32(parts))
-        count = lax.div(step.tiles(self.layout.tile) - first + parts - 1, jnp.int32(parts))
+        count = lax.div(self.layout.tiles(step) - first + parts - 1, jnp.int32(parts))
         return first, count
 
     def await_step(self, is_first) -> None:
@@ -208,21 +197,21 @@ class _Ring:
     def load_step(self, is_first, start, step: Step, done):
         """Loads a step's operands, once the step before it has been written; the loads done."""
         plgpu = compat.mosaic_gpu()
-        tile = self.layout.tile
+        tile, width = self.layout.tile, self.layout.columns(step)
         self.await_step(is_first)
         plgpu.barrier_arrive(self.written)  # nobody may be two steps ahead of a waiter
         first, count = self.own_tiles(step, start)
 
         def load_tile(i, done):
-            top, left_edge = step.corner(first + i * self.layout.cluster, tile)
-            rows, columns = pl.ds(top, tile), pl.ds(left_edge, tile)
+            top, left_edge = self.layout.corner(step, first + i * self.layout.cluster)
+            rows, columns = pl.ds(top, tile), pl.ds(left_edge, width)
             for left, right in step.terms:
                 done = self._load_term(step, left, right, rows, columns, done)
             if step.other is not None:
                 for c in range(tile // BLOCK):
                     slot = self._free_slot(done + c)
-                    part = step.other.at[rows, pl.ds(left_edge + c * BLOCK, BLOCK)]
-                    plgpu.copy_gmem_to_smem(part, self.lefts.at[slot], self.full.at[slot])
+                    index = (rows, pl.ds(left_edge + c * BLOCK, BLOCK))
+                    copy_in(step.other, index, self.lefts.at[slot], self.full.at[slot])
                     plgpu.barrier_arrive(self.full.at[slot])  # in place of a right operand
                 done = done + tile // BLOCK
             return done
@@ -239,24 +228,12 @@ class _Ring:
         return slot
 
     def _load_term(self, step: Step, left, right, rows, columns, done):
-        plgpu = compat.mosaic_gpu()
-
-        def copy(operand, slot, target, index):
-            if not isinstance(operand, tuple):
-                plgpu.copy_gmem_to_smem(operand.at[index], target, self.full.at[slot])
-                return
-            for here, source in operand:
-                @pl.when(here)
-                def _(source=source):
-                    plgpu.copy_gmem_to_smem(source.at[index], target, self.full.at[slot])
-
         @pl.loop(0, step.inner // BLOCK)
         def _(i):
             slot = self._free_slot(done + i)
-            depth = pl.ds(i * BLOCK, BLOCK)
-            copy(left, slot, self.lefts.at[slot], (rows, depth))
-            target = self.rights[int(step.transposed)].at[slot]
-            copy(right, slot, target, (columns, depth) if step.transposed else (depth, columns))
+            copy_in(left, (rows, span(i)), self.lefts.at[slot], self.full.at[slot])
+            index = (columns, span(i)) if step.symmetric else (span(i), columns)
+            copy_in(right, index, self.rights[int(step.symmetric)].at[slot], self.full.at[slot])
 
         return done + step.inner // BLOCK
 
@@ -264,14 +241,14 @@ class _Ring:
         """A computing warpgroup's part of a step; the loads used."""
         plgpu = compat.mosaic_gpu()
         self.await_step(is_first)  # also without a tile: its arrival must not come too early
-        tile = self.layout.tile
+        blocks = self.layout.columns(step) // BLOCK
         w = lax.axis_index("warpgroup")
         first, count = self.own_tiles(step, start)
 
         def compute_tile(i, done):
-            top, left_edge = step.corner(first + i * self.layout.cluster, tile)
+            top, left_edge = self.layout.corner(step, first + i * self.layout.cluster)
             total, done = self._multiply(step, w, done)
-            for c in range(tile // BLOCK):
+            for c in range(blocks):
                 corner = (top + w * BLOCK, left_edge + c * BLOCK)
                 part = total[:, c * BLOCK : (c + 1) * BLOCK]
                 part = self._weigh(step, w, part, corner, done + c).astype(jnp.bfloat16)
@@ -281,7 +258,7 @@ class _Ring:
                     def _(part=part, corner=corner):
                         mirrored = plgpu.layout_cast(part, plgpu.Layout.WGMMA_TRANSPOSED)
                         self._store(w, mirrored, step.out, corner[::-1], transposed=True)
-            return done if step.other is None else done + tile // BLOCK
+            return done if step.other is None else done + blocks
 
         done = lax.fori_loop(0, count, compute_tile, done)
         plgpu.wait_smem_to_gmem(0)
@@ -292,16 +269,16 @@ class _Ring:
         """Sum of a tile's products, [64, tile] float32, and the loads used."""
         plgpu = compat.mosaic_gpu()
         loads = len(step.terms) * step.inner // BLOCK
-        rows = pl.ds(w * BLOCK, BLOCK)
+        rows = span(w)
 
         def accumulate(acc):
             @pl.loop(0, loads)
             def _(i):
                 slot = self.slot(done + i)
                 plgpu.barrier_wait(self.full.at[slot])
-                right = self.rights[int(step.transposed)].at[slot]
+                right = self.rights[int(step.symmetric)].at[slot]
                 plgpu.wgmma(acc, self.lefts.at[slot, rows],
-                            right.transpose((1, 0)) if step.transposed else right)
+                            right.transpose((1, 0)) if step.symmetric else right)
                 plgpu.wgmma_wait(1)
 
                 @pl.when(i > 0)  # the product before this one is done
@@ -312,7 +289,7 @@ class _Ring:
             plgpu.barrier_arrive(self.free.at[self.slot(done + loads - 1)])
             return acc[...]
 
-        shape = (BLOCK, self.layout.tile)
+        shape = (BLOCK, self.layout.columns(step))
         return pl.run_scoped(accumulate, plgpu.ACC(shape, jnp.float32)), done + loads
 
     def _weigh(self, step: Step, w, total, corner, position):
@@ -325,13 +302,12 @@ class _Ring:
             return weights[0] * total
         slot = self.slot(position)
         plgpu.barrier_wait(self.full.at[slot])
-        other = compat.load(self.lefts.at[slot, pl.ds(w * BLOCK, BLOCK)],
+        other = compat.load(self.lefts.at[slot, span(w)],
                             layout=plgpu.Layout.WGMMA, optimized=False)
+        plgpu.commit_smem()  # the copy engine may only write after this read
         plgpu.barrier_arrive(self.free.at[slot])
-        row = plgpu.broadcasted_iota(jnp.int32, total.shape, 0, layout=plgpu.Layout.WGMMA)
-        column = plgpu.broadcasted_iota(jnp.int32, total.shape, 1, layout=plgpu.Layout.WGMMA)
-        on_diagonal = column - row == corner[0] - corner[1]
-        diagonal = jnp.where(on_diagonal, weights[2], jnp.float32(0.0))
+        here = on_diagonal(total.shape, corner[0] - corner[1])
+        diagonal = jnp.where(here, weights[2], jnp.float32(0.0))
         return weights[0] * total + weights[1] * other.astype(jnp.float32) + diagonal
 
     def _store(self, w, part, out, corner, transposed: bool = False) -> None:
@@ -341,5 +317,4 @@ class _Ring:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         (staging.transpose((1, 0)) if transposed else staging)[...] = part
         plgpu.commit_smem()
-        target = out.at[pl.ds(corner[0], BLOCK), pl.ds(corner[1], BLOCK)]
-        plgpu.copy_smem_to_gmem(staging, target)
+        copy_out(staging, out, (pl.ds(corner[0], BLOCK), pl.ds(corner[1], BLOCK)))
