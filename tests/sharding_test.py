@@ -24,18 +24,19 @@ _EVERYTHING = ("fsdp 2, seq 2, model 2",)
 _OTHERS = ("data 8", "fsdp 8", "data 2, model 4", "data 2, seq 4")
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param((2, _EVERYTHING), id="V2"),
-        pytest.param((2, _OTHERS), id="V2, others", marks=pytest.mark.exhaustive),
+@pytest.mark.parametrize(
+    "name, meshes",
+    [
+        pytest.param(2, _EVERYTHING, id="V2"),
+        pytest.param(2, _OTHERS, id="V2, others", marks=pytest.mark.exhaustive),
         *(
-            pytest.param((name, _OTHERS + _EVERYTHING), id=f"{name}", marks=pytest.mark.exhaustive)
+            pytest.param(name, _OTHERS + _EVERYTHING, id=f"V{name}", marks=pytest.mark.exhaustive)
             for name in (0, 6)
         ),
         *(
             pytest.param(
-                (name, ("fsdp 4, model 2", *_OTHERS, *_EVERYTHING)),
+                name,
+                ("fsdp 4, model 2", *_OTHERS, *_EVERYTHING),
                 id=name,
                 marks=pytest.mark.exhaustive,
             )
@@ -43,28 +44,32 @@ _OTHERS = ("data 8", "fsdp 8", "data 2, model 4", "data 2, seq 4")
         ),
     ],
 )
-def eight_devices(request, tmp_path_factory):
+def test_eight_devices_are_one(name, meshes, tmp_path):
+    """One test: tests that share a fixture may run in two workers, which make it twice."""
+    result, log = _on_eight_devices(name, meshes, tmp_path)
+    _assert_loss_and_gradient_are_those_of_one_device(result)
+    _assert_parameters_are_cut_and_activations_stay(result, log)
+    _assert_a_trainer_compiles_once_and_its_checkpoint_goes_on_on_one_device(result["trained"])
+
+
+def _on_eight_devices(name, meshes, folder):
     """What tests/sharding_program.py prints, and its standard error."""
-    name, meshes = request.param
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     environment = program_environment(XLA_FLAGS=flags)
-    folder = tmp_path_factory.mktemp("run")
     command = [sys.executable, "-m", "tests.sharding_program", str(folder), str(name), *meshes]
     done = subprocess.run(command, env=environment, cwd=_ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
-def test_every_mesh_gives_the_loss_and_gradient_of_one_device(eight_devices):
-    result, _ = eight_devices
+def _assert_loss_and_gradient_are_those_of_one_device(result):
     limit = tolerance(jnp.float32, 16 * 24)
     for mesh, got in result["meshes"].items():
         assert got["loss"] <= limit, mesh
         assert got["gradient"] <= limit, mesh
 
 
-def test_parameters_are_cut_and_activations_stay_where_they_are(eight_devices):
-    result, log = eight_devices
+def _assert_parameters_are_cut_and_activations_stay(result, log):
     parts = {"data 8": 1, "fsdp 8": 8, "data 2, model 4": 4}
     parts |= {"data 2, seq 4": 1, "fsdp 2, seq 2, model 2": 4, "fsdp 4, model 2": 8}
     for mesh, got in result["meshes"].items():
@@ -73,8 +78,7 @@ def test_parameters_are_cut_and_activations_stay_where_they_are(eight_devices):
     assert "Involuntary full rematerialization" not in log
 
 
-def test_a_trainer_compiles_once_and_its_checkpoint_goes_on_on_one_device(eight_devices):
-    trained = eight_devices[0]["trained"]
+def _assert_a_trainer_compiles_once_and_its_checkpoint_goes_on_on_one_device(trained):
     assert trained["compiles"] == 1
     assert trained["restored"]
     assert trained["first loss"] <= tolerance(jnp.float32, 16 * 24)
