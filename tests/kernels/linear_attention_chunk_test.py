@@ -9,7 +9,7 @@ import pytest
 from tests.kernels.chunk_products_test import interpreted, needs_interpreter, slow
 from tests.kernels.linear_attention_test import BF16_RMS, cotangents, make, results, rms_error
 from tests.tolerances import assert_close, tolerance
-from ttt_kernels import linear_attention
+from ttt_kernels import compat, linear_attention
 from ttt_kernels.chunk_products import mosaic_gpu, xla
 from ttt_kernels.linear_attention import mosaic_gpu_chunk
 
@@ -84,3 +84,13 @@ def test_gradient_is_seven_kernels_and_no_transposition():
     for name in ("chunk_summaries", "chunk_states", "chunk_outputs"):
         assert name in lowered
     assert "stablehlo.transpose" not in lowered
+
+
+def test_none_takes_the_kernels_with_decays_up_to_384(monkeypatch):
+    monkeypatch.setattr(compat, "hopper_problem", lambda: None)
+    for width, kernels in ((384, 3), (768, 0)):
+        x = jax.ShapeDtypeStruct((1, 4096, 2, width), jnp.bfloat16)
+        decay = jax.ShapeDtypeStruct(x.shape[:3], jnp.float32)
+        run = jax.jit(functools.partial(linear_attention, causal="chunk", chunk_size=2048))
+        lowered = run.trace(x, x, x, decay).lower(lowering_platforms=("cuda",)).as_text()
+        assert lowered.count("custom_call @mosaic_gpu") == kernels, width
