@@ -187,10 +187,10 @@ def _load(plan: Plan, x_ref, w_ref, at: _Scratch, first: Place, count) -> None:
 def _product(plan: Plan, at: _Scratch, w, number):
     """The products of a warpgroup's tile, [64, columns] float32, when it is its turn."""
     plgpu = compat.mosaic_gpu()
-    if plan.turns:
-        @pl.when(number > 0)
-        def _():
-            plgpu.barrier_wait(at.turn.at[w])
+
+    @pl.when(number > 0)
+    def _():
+        plgpu.barrier_wait(at.turn.at[w])
 
     def compute(acc):
         for k in range(plan.steps):
@@ -204,7 +204,7 @@ def _product(plan: Plan, at: _Scratch, w, number):
             weights = at.weights.at[k]
             weights = weights.transpose((1, 0)) if plan.transposed else weights
             plgpu.wgmma(acc, at.slots.at[slot], weights)
-            if plan.turns and k == plan.steps - 1:
+            if k == plan.steps - 1:
                 plgpu.barrier_arrive(at.turn.at[1 - w])
             if k:
                 plgpu.wgmma_wait(1)

@@ -40,7 +40,6 @@ class Plan:
       segments: stretches of the tokens.
       parts: matrices whose columns lie side by side in a slab.
       transposed: multiplies by the transposed matrix, whose slab is a stretch of its rows.
-      turns: whether the products of the two warpgroups take turns.
     """
 
     batch: int
@@ -54,8 +53,7 @@ class Plan:
     segments: int
     parts: int
     stores: int
-    transposed: bool = False
-    turns: bool = True
+    transposed: bool
 
     @property
     def steps(self) -> int:
