@@ -125,18 +125,23 @@ def main(config: Any, workdir: str | os.PathLike[str]) -> int:
 
     # ------------------------------------------------------------------ evaluation and plot
     if code == 0:
-        result = measure(state, 0)
-        log.write(int(state.step), "eval", result.metrics)
-        evaluate.print_report(int(state.step), result)
-        folder = pathlib.Path(workdir)
-        for path in task.artefacts(trainee.graphdef, state.best_params(), state.buffers, folder):
-            note(f"Picture: {path}")
-        evaluate.write_report(workdir, int(state.step), result)
+        _evaluate(run, state, pathlib.Path(workdir))
     log.close()
     if processes.is_first() and (plot := metrics.plot_loss(workdir, name, task.loss_name)):
         note(f"Loss plot: {plot}")
     processes.all_true(True)  # none leaves while another still writes
     return code
+
+
+def _evaluate(run: _Run, state: TrainState, workdir: pathlib.Path) -> None:
+    """Evaluates the finished run over everything held out, and writes report and pictures."""
+    step, result = int(state.step), run.measure(state, 0)
+    run.log.write(step, "eval", result.metrics)
+    evaluate.print_report(step, result)
+    parts = (run.trainee.graphdef, state.best_params(), state.buffers)
+    for path in run.task.artefacts(*parts, workdir):
+        note(f"Picture: {path}")
+    evaluate.write_report(workdir, step, result)
 
 
 def _run_steps(run: _Run, state: TrainState) -> tuple[TrainState, int]:

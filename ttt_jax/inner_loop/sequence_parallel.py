@@ -55,15 +55,10 @@ def ttt(
     Args:
       spec: the inner loop.
       weights: initial fast weights, the same on all devices of the axis.
-      q: the stretch's queries, ``[batch, time / devices, heads, key_dim]``; ``k``, ``v`` and the
-        gates likewise, as in ``ttt_jax.ttt``.
-      k: keys.
-      v: values.
+      q: the stretch's queries, ``[batch, time / devices, heads, key_dim]``.
+      k, v: its keys and values, as in ``ttt_jax.ttt``.
       axis_name: the mesh axis over which time is cut.
-      lr: rates.
-      momentum: momentum gates.
-      forget: forget gates.
-      erase: erase keys.
+      lr, momentum, forget, erase: its gates, as in ``ttt_jax.ttt``.
       segment_ids: ``[batch, time / devices]``, ids of the whole sequence's documents.
       initial_state: the state that the sequence continues, the same on all devices.
       mode: ``"parallel"``, ``"kernel"`` (kernels on each device), ``"recurrent"`` (the pipeline)
