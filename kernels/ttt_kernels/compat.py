@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 
 import jax
 from jax.experimental import pallas as pl
@@ -135,8 +136,21 @@ def gpu_kernel(body, *, interpret=None, **arguments):
     return plgpu.kernel(body, compiler_params=params, interpret=interpret, **arguments)
 
 
+def triton_problem() -> str | None:
+    """Why kernels by Pallas' Triton backend are not taken here, or None when they are.
+
+    JAX has announced its end; they are timed on Hopper GPUs alone.
+    """
+    if importlib.util.find_spec("jax.experimental.pallas.triton") is None:
+        return f"jax {jax.__version__} has no Triton backend of Pallas"
+    return hopper_problem()
+
+
 def triton_kernel(body, *, grid, num_warps: int, interpret: bool = False, **arguments):
     """`pl.pallas_call(body, ...)` by Pallas' Triton backend; the kernel is named as its body.
+
+    The class of the compiler's parameters names the backend; without them it depends on JAX's
+    version.
 
     Args:
       body: the kernel; references are whole arrays.

@@ -48,6 +48,6 @@ def bias_gelu(
         )
     if bias.shape != x.shape[1:]:
         raise ValueError(f"bias has shape {bias.shape}; it must be {x.shape[1:]} to match x")
-    problem = triton.unsupported(x) or compat.hopper_problem()
+    problem = triton.unsupported(x) or compat.triton_problem()
     module = xla_or_hopper("bias_gelu", implementation, problem, xla, triton, name="triton")
     return module.bias_gelu(x, bias)

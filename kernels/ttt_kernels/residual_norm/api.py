@@ -121,5 +121,5 @@ def _check_vector(name: str, array, x) -> None:
 
 
 def _module(operation: str, x, implementation):
-    problem = triton.unsupported(x) or compat.hopper_problem()
+    problem = triton.unsupported(x) or compat.triton_problem()
     return xla_or_hopper(operation, implementation, problem, xla, triton, name="triton")
