@@ -11,6 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ttt_kernels import compat
+from ttt_kernels.linear_attention import mosaic_gpu_registers as registers
 from ttt_kernels.linear_attention.tiling import BLOCK, COMPUTE_WARPGROUPS, Tiling, blocks
 
 MEMORY_REGISTERS = 40
@@ -163,24 +164,6 @@ def backwards(i, count):
     return count - 1 - i
 
 
-def rows(x, columns: int):
-    """Broadcasts one value a row over `columns` columns."""
-    return lax.broadcast_in_dim(x, (x.shape[0], columns), (0,))
-
-
-def load_vector(ref, axis: int):
-    """Reads 64 float32s of memory, one a row (axis 1) or column (axis 0) of a tile."""
-    plgpu = compat.mosaic_gpu()
-    return compat.load(ref, layout=plgpu.Layout.WGMMA.reduce(axis), optimized=False)
-
-
-def weigh_values(values, weights, scaled):
-    """Writes `weights[:, None] * values` to shared memory; `commit_smem` is the caller's."""
-    plgpu = compat.mosaic_gpu()
-    x = compat.load(values, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
-    scaled[...] = (x * rows(weights, x.shape[1])).astype(jnp.bfloat16)
-
-
 def walk(count, block_of, load, body, carry=()):
     """A warpgroup's loop over blocks: `carry = body(i, block, loaded, carry)` for `count` steps.
 
@@ -205,10 +188,10 @@ def clean_tiles(weights: Weights, padded, batch, block, tiles) -> None:
 
     @pl.when(padded != 0)
     def _():
-        real = load_vector(weights.real.at[batch, pl.ds(block * BLOCK, BLOCK)], 1)
+        real = registers.load_vector(weights.real.at[batch, pl.ds(block * BLOCK, BLOCK)], 1)
         for tile in tiles:
             x = compat.load(tile, layout=plgpu.Layout.WGMMA, optimized=False)
-            x = jnp.where(rows(real, x.shape[1]) > 0, x.astype(jnp.float32), 0.0)
+            x = jnp.where(registers.rows(real, x.shape[1]) > 0, x.astype(jnp.float32), 0.0)
             tile[...] = x.astype(jnp.bfloat16)
         plgpu.commit_smem()
 
@@ -242,17 +225,6 @@ def copy_sums(plan: Plan, ref, slots, slot, batch, group, token, barrier):
         plgpu.copy_gmem_to_smem(source, slots.at[slot, g], barrier)
 
 
-def state_factors(sums, total, reverse: bool) -> tuple:
-    """Decays of what each token of a block reads of the state, and of the state over the block.
-
-    Args:
-      sums: [64] sums of the block's log decays, one a row.
-      total: the last of them.
-      reverse: whether the state comes from the block's end.
-    """
-    return jnp.exp(total - sums if reverse else sums), jnp.exp(total)
-
-
 def wait_prepared(barrier, padded, *, first: bool) -> None:
     """Waits for a block's prepared tiles: first of all where its padding is being zeroed, else
     as late as they are needed. Called twice a block."""
@@ -265,30 +237,6 @@ def wait_prepared(barrier, padded, *, first: bool) -> None:
     @pl.when((padded != 0) if first else (padded == 0))
     def _():
         plgpu.barrier_wait(barrier)
-
-
-def running_sums(log_decay) -> tuple:
-    """Sums of a block's log decays up to each token, and behind it.
-
-    Args:
-      log_decay: [64] f32, one a column of a tile.
-
-    Returns:
-      Two of [64] f32, one a row; they add up to the whole block's.
-    """
-    x = lax.broadcast_in_dim(log_decay, (BLOCK, BLOCK), (1,))
-    before = triangle(False)
-    return tuple(jnp.sum(jnp.where(before, *pair), axis=1) for pair in ((x, 0.0), (0.0, x)))
-
-
-def triangle(upper: bool):
-    """[64, 64] mask of row <= column (`upper`), or of row >= column."""
-    plgpu = compat.mosaic_gpu()
-    row, column = (
-        plgpu.broadcasted_iota(jnp.int32, (BLOCK, BLOCK), axis, layout=plgpu.Layout.WGMMA)
-        for axis in (0, 1)
-    )
-    return row <= column if upper else row >= column
 
 
 def own(plan: Plan, warpgroup):

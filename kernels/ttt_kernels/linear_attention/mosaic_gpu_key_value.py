@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 
 from ttt_kernels import compat
 from ttt_kernels.linear_attention import mosaic_gpu_common as common
-from ttt_kernels.linear_attention.mosaic_gpu_outputs import decay_between
+from ttt_kernels.linear_attention import mosaic_gpu_registers as registers
 from ttt_kernels.linear_attention.tiling import BLOCK, COMPUTE_WARPGROUPS, Tiling, blocks
 
 _HALF = 64  # columns of every tile
@@ -219,9 +219,9 @@ def _make_scores(plan: common.Plan, sm: _Shared, weights, b, i, block, padded, c
         halves = range(2) if plan.tiling.heads_per_cta == 1 else (g,)
         sums = None
         if plan.decay:
-            sums = (common.load_vector(sm.rows.at[slot, g], 1),
-                    common.load_vector(sm.columns.at[slot, g], 0))
-        between = decay_between(sums, True)
+            sums = (registers.load_vector(sm.rows.at[slot, g], 1),
+                    registers.load_vector(sm.columns.at[slot, g], 0))
+        between = registers.decay_between(sums, True)
         made = []
         for a, other in ((sm.k, sm.q), (sm.v, sm.do)):
             def product(acc, a=a, other=other, halves=halves):
@@ -240,7 +240,7 @@ def _make_scores(plan: common.Plan, sm: _Shared, weights, b, i, block, padded, c
             sm.scores.at[kind, g][...] = x
         if plan.decay:
             for w in halves:
-                common.weigh_values(sm.do.at[slot, w], jnp.exp(sums[0]), sm.weighted.at[w])
+                registers.weigh_values(sm.do.at[slot, w], jnp.exp(sums[0]), sm.weighted.at[w])
     plgpu.commit_smem()
     plgpu.barrier_arrive(sm.ready)
     return carry
@@ -260,8 +260,8 @@ def _pass_block(plan: common.Plan, sm: _Shared, i, w, padded, state, targets, do
         plgpu.barrier_wait(sm.state_there)
     read, kept = None, state
     if plan.decay:
-        sums, total = common.load_vector(sm.rows.at[slot, g], 1), sm.columns[slot, g, BLOCK - 1]
-        read, total = common.state_factors(sums, total, True)
+        sums, total = registers.load_vector(sm.rows.at[slot, g], 1), sm.columns[slot, g, BLOCK - 1]
+        read, total = registers.state_factors(sums, total, True)
         kept = tuple(x * total for x in state)
 
     def add(acc, value, read, scores, x):
@@ -269,7 +269,7 @@ def _pass_block(plan: common.Plan, sm: _Shared, i, w, padded, state, targets, do
         if read is None:
             plgpu.wgmma(acc, scores, x)
             return None
-        started = value * common.rows(read, _HALF)
+        started = value * registers.rows(read, _HALF)
         if portable:
             def inside(fresh):
                 plgpu.wgmma(fresh, scores, x)

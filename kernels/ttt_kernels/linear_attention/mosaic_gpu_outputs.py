@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 
 from ttt_kernels import compat
 from ttt_kernels.linear_attention import mosaic_gpu_common as common
+from ttt_kernels.linear_attention import mosaic_gpu_registers as registers
 from ttt_kernels.linear_attention.tiling import BLOCK, COMPUTE_WARPGROUPS, Tiling, blocks
 
 _SCORES = COMPUTE_WARPGROUPS  # index of the scores' warpgroup
@@ -132,7 +133,7 @@ class _Ahead(NamedTuple):
             return cls(padded, None, None)
         sums = weights.sums.at[batch, head, pl.ds(block * BLOCK, BLOCK)]
         total = weights.sums[batch, head, block * BLOCK + BLOCK - 1]
-        return cls(padded, common.load_vector(sums, 1), total)
+        return cls(padded, registers.load_vector(sums, 1), total)
 
 
 def _body(plan: common.Plan, dots: bool, refs) -> None:
@@ -239,8 +240,8 @@ def _make_scores(plan: common.Plan, ring: _Tiles, weights, b, i, block, padded, 
     for g in groups:
         sums = None
         if plan.decay:
-            sums = (common.load_vector(ring.rows.at[slot, g], 1),
-                    common.load_vector(ring.columns.at[slot, g], 0))
+            sums = (registers.load_vector(ring.rows.at[slot, g], 1),
+                    registers.load_vector(ring.columns.at[slot, g], 0))
 
         def inside(acc, g=g):
             plgpu.wgmma(acc, ring.q.at[slot, g], ring.k.at[slot, g].transpose((1, 0)))
@@ -248,7 +249,7 @@ def _make_scores(plan: common.Plan, ring: _Tiles, weights, b, i, block, padded, 
 
         scores = pl.run_scoped(inside, plgpu.ACC((BLOCK, BLOCK), jnp.float32))
         ring.scores.at[slot, g][...] = (
-            scores * decay_between(sums, plan.reverse)
+            scores * registers.decay_between(sums, plan.reverse)
         ).astype(jnp.bfloat16)
         if not plan.decay:
             continue
@@ -256,7 +257,7 @@ def _make_scores(plan: common.Plan, ring: _Tiles, weights, b, i, block, padded, 
         factors = jnp.exp(sums[0] if plan.reverse else total - sums[0])
         single = plan.tiling.heads_per_cta == 1
         for w in range(COMPUTE_WARPGROUPS) if single else (g,):
-            common.weigh_values(ring.v.at[slot, w], factors, ring.weighted.at[slot, w])
+            registers.weigh_values(ring.v.at[slot, w], factors, ring.weighted.at[slot, w])
     plgpu.commit_smem()
     plgpu.barrier_arrive(ring.ready.at[slot])
     return carry
@@ -279,7 +280,7 @@ def _pass_block(plan: common.Plan, ring: _Tiles, i, w, ahead: _Ahead, state, sta
         plgpu.wgmma(out_acc, q, state_smem)
         added = state
         if plan.decay:
-            read, total = common.state_factors(ahead.sums, ahead.total, plan.reverse)
+            read, total = registers.state_factors(ahead.sums, ahead.total, plan.reverse)
             added = added * total
         if not portable:
             state_acc[...] = added
@@ -287,7 +288,7 @@ def _pass_block(plan: common.Plan, ring: _Tiles, i, w, ahead: _Ahead, state, sta
         plgpu.wgmma(state_acc, k, ring.weighted.at[slot, w])
         if plan.decay:
             out = plgpu.wgmma_accumulator_load(out_acc, wait_n=1)
-            out = out * common.rows(read, plan.tiling.columns)
+            out = out * registers.rows(read, plan.tiling.columns)
             if portable:
                 def inside(acc):
                     plgpu.wgmma(acc, ring.scores.at[slot, g], v)
@@ -315,16 +316,3 @@ def _pass_block(plan: common.Plan, ring: _Tiles, i, w, ahead: _Ahead, state, sta
     return out, state
 
 
-def decay_between(sums, reverse: bool):
-    """Factor of each pair (row, column) of a block: 0 where not seen, else the decay in between.
-
-    `sums` are a block's sums of log decays along rows and along columns, or None for 1.
-    """
-    seen = common.triangle(reverse)
-    if sums is None:
-        return jnp.where(seen, 1.0, 0.0)
-    rows = common.rows(sums[0], BLOCK)
-    columns = lax.broadcast_in_dim(sums[1], (BLOCK, BLOCK), (1,))
-    fall = columns - rows if reverse else rows - columns
-    # Masked before the exponential: on the other side the difference is positive without bound.
-    return jnp.exp(jnp.where(seen, fall, -1e30))

@@ -1,4 +1,4 @@
-"""The first pass: what each segment adds to the state, and the state at every segment's edge."""
+"""The first pass: what each segment adds to the state."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from jax.experimental import pallas as pl
 
 from ttt_kernels import compat
 from ttt_kernels.linear_attention import mosaic_gpu_common as common
+from ttt_kernels.linear_attention import mosaic_gpu_registers as registers
 from ttt_kernels.linear_attention.mosaic_gpu_decay import WIPE
 from ttt_kernels.linear_attention.tiling import BLOCK, COMPUTE_WARPGROUPS, Tiling, blocks
-
-_PREFIX_ROWS = 8
-_PREFIX_GROUP = 8
 
 
 def summaries(
@@ -181,7 +179,7 @@ def _weigh(plan, weighing: _Weighing, weights, ring, place: _Place, first, count
     def fetch(i):
         """Reads the log decays of step `i`, to be put into their half of the scratch."""
         tokens = pl.ds(block_of(lax.min(i, count - 1)) * BLOCK, BLOCK)
-        return [common.load_vector(weights.log_decay.at[b, tokens, plan.head(group, g)], 1)
+        return [registers.load_vector(weights.log_decay.at[b, tokens, plan.head(group, g)], 1)
                 for g in heads]
 
     def put(i, decays):
@@ -194,7 +192,7 @@ def _weigh(plan, weighing: _Weighing, weights, ring, place: _Place, first, count
         sums = []
         for g in heads:
             half = weighing.scratch.at[lax.rem(i, jnp.int32(2)), g]
-            sums.append(common.running_sums(common.load_vector(half, 0)))
+            sums.append(registers.running_sums(registers.load_vector(half, 0)))
         if weighing.sums is not None:
             @pl.when(slab == 0)
             def _():
@@ -221,7 +219,7 @@ def _weigh(plan, weighing: _Weighing, weights, ring, place: _Place, first, count
             before, behind = sums[g]
             factors = jnp.exp((before if plan.reverse else behind) + passed[g])
             for w in range(COMPUTE_WARPGROUPS) if len(heads) == 1 else (g,):
-                common.weigh_values(vs.at[slot, w], factors, weighing.weighted.at[slot, w])
+                registers.weigh_values(vs.at[slot, w], factors, weighing.weighted.at[slot, w])
         put(i + 1, ahead)  # commits the weighted values too
         plgpu.barrier_arrive(weighing.ready.at[slot])
         return tuple(x + before + behind
@@ -244,71 +242,3 @@ def _weigh(plan, weighing: _Weighing, weights, ring, place: _Place, first, count
         @pl.when(~summed)
         def _():
             common.walk(count, block_of, load, only_sums)
-
-
-def prefix(
-    summaries: jax.Array,
-    edge: jax.Array | None,
-    factors: jax.Array | None,
-    *,
-    reverse: bool,
-    interpret,
-) -> jax.Array:
-    """The state ahead of each segment (in reverse: behind it) from the segments' summaries.
-
-    Args:
-      summaries: [batch, heads, segments - 1, key_dim, value_dim] float32.
-      edge: [batch, heads, key_dim, value_dim] float32, the state ahead of (behind) the row, or
-        None for zero.
-      factors: [batch, heads, segments - 1, 64] float32, these segments' decays (64 times), or None
-        for 1.
-      reverse: runs from the last segment to the first.
-      interpret: None, or the interpreter's parameters.
-
-    Returns:
-      [batch, heads, segments, key_dim, value_dim] float32.
-    """
-    batch, heads, steps, key_dim, value_dim = summaries.shape
-
-    def linear_attention_prefix(*refs):
-        parts_ref, *rest, out_ref = refs
-        edge_ref = rest.pop(0) if edge is not None else None
-        factor_ref = rest
-        b, h = lax.axis_index("batch"), lax.axis_index("head")
-        rows = pl.ds(lax.axis_index("slab") * _PREFIX_ROWS, _PREFIX_ROWS)
-
-        def pass_segments(first, count, state):
-            """Carries the state over `count` segments; all loads first, so that they overlap.
-
-            A state of None is zero.
-            """
-            steps_done = [first + i for i in range(count)]
-            passed = [steps - i if reverse else i for i in steps_done]
-            taken = [s - 1 if reverse else s for s in passed]
-            parts = [parts_ref[b, h, s, rows] for s in taken]
-            factors = [ref[b, h, s, 0] for ref in factor_ref for s in taken]
-            for i, (s, part) in enumerate(zip(passed, parts, strict=True)):
-                out_ref[b, h, s, rows] = jnp.zeros_like(part) if state is None else state
-                if state is not None and factors:
-                    state = state * factors[i]
-                state = part if state is None else state + part
-            return state
-
-        begin = 1 if edge is None else 0
-        state = pass_segments(0, 1, None) if edge is None else edge_ref[b, h, rows]
-        groups, left = divmod(steps - begin, _PREFIX_GROUP)
-        state = lax.fori_loop(
-            0, groups,
-            lambda i, x: pass_segments(begin + i * _PREFIX_GROUP, _PREFIX_GROUP, x), state,
-        )
-        state = pass_segments(begin + groups * _PREFIX_GROUP, left, state)
-        out_ref[b, h, 0 if reverse else steps, rows] = state
-
-    call = compat.gpu_kernel(
-        linear_attention_prefix,
-        out_type=jax.ShapeDtypeStruct((batch, heads, steps + 1, key_dim, value_dim), jnp.float32),
-        grid=(key_dim // _PREFIX_ROWS, heads, batch),
-        grid_names=("slab", "head", "batch"),
-        interpret=interpret,
-    )
-    return call(summaries, *(x for x in (edge, factors) if x is not None))

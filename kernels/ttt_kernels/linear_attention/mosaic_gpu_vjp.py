@@ -22,6 +22,7 @@ from ttt_kernels.linear_attention import (
     mosaic_gpu_decay,
     mosaic_gpu_key_value,
     mosaic_gpu_outputs,
+    mosaic_gpu_prefix,
     mosaic_gpu_summaries,
 )
 from ttt_kernels.linear_attention.mosaic_gpu_common import Weights
@@ -65,7 +66,7 @@ def _edge_states(k, v, weights, edge, tiling: Tiling, reverse: bool, interpret) 
         return edge[:, :, None], sums
     how = dict(reverse=reverse, interpret=interpret)
     parts, factors, sums = mosaic_gpu_summaries.summaries(k, v, weights, tiling, **how)
-    return mosaic_gpu_summaries.prefix(parts, edge, factors, **how), sums
+    return mosaic_gpu_prefix.prefix(parts, edge, factors, **how), sums
 
 
 def _forward(q, k, v, log_decay, initial_state, real, tiling: Tiling, interpret):
