@@ -54,7 +54,7 @@ def _loaded(case, dtype):
     "name, dtype",
     [
         ("vittt_model_a", "float64"),
-        ("vittt_model_a", "float32"),
+        pytest.param("vittt_model_a", "float32", marks=pytest.mark.exhaustive),
         ("h_vittt_model_a", "float64"),
         pytest.param("h_vittt_model_a", "float32", marks=pytest.mark.exhaustive),
     ],

@@ -38,11 +38,11 @@ def _images(batch, height, width, dtype="float32"):
     "module, name, count",
     [
         (vittt, "t", 6_149_416),
-        (vittt, "s", 23_799_400),
+        pytest.param(vittt, "s", 23_799_400, marks=pytest.mark.exhaustive),
         (vittt, "b", 90_055_912),
         (h_vittt, "t", 28_703_560),
-        (h_vittt, "s", 54_362_056),
-        (h_vittt, "b", 94_369_304),
+        pytest.param(h_vittt, "s", 54_362_056, marks=pytest.mark.exhaustive),
+        pytest.param(h_vittt, "b", 94_369_304, marks=pytest.mark.exhaustive),
         (vit, "b", 86_567_656 - 768 - 197 * 768 + 12 * 10 * 768),
     ],
 )
@@ -99,6 +99,16 @@ def test_every_variant_has_finite_gradients_of_all_its_parameters(variant, dtype
     # Black images and no biases: every key, value, inner gradient and norm is zero.
     zero = gradients_at(jax.tree.map(jnp.zeros_like, state), jnp.zeros((2, 8, 8, 3)))
     assert all(np.all(np.isfinite(g)) for g in jax.tree.leaves(zero))
+
+
+@pytest.mark.parametrize("query", ["query", "key"])
+def test_the_gated_branch_beside_the_other_is_both_by_themselves(query):
+    """What runs where the gated branch is one kernel, here by its plain form."""
+    images, outputs = _images(2, 8, 8), {}
+    for mode in ("kernel", "parallel"):
+        config = ViTTTConfig(**_SMALL | dict(mode=mode, query=query))
+        outputs[mode] = _forward(_model(config), images)
+    assert_close(outputs["kernel"], outputs["parallel"], tolerance(jnp.float32, 64))
 
 
 def test_images_do_not_see_each_other_and_may_be_rectangles():
