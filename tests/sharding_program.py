@@ -150,10 +150,15 @@ def gathered_activations(text, params):
     the last few channels of a joint projection, which lie on one device of those that cut it.
     """
     leaves = jax.tree.leaves(params) + jax.tree.leaves(jax.tree.map(lambda p: p[0], params))
+    shapes = {p.shape for p in leaves}
+    shapes |= {(*shape[:-2], shape[-2] * shape[-1]) for shape in shapes if len(shape) > 2}
 
     def is_part(shape):
-        """Some axes of a parameter in any order, each whole or one device's part of it."""
-        orders = (sizes for p in leaves for sizes in itertools.permutations(p.shape, len(shape)))
+        """Some axes of a parameter in any order, each whole or one device's part of it.
+
+        Its last two may be one: a kernel of several outputs a head is used as a matrix.
+        """
+        orders = (sizes for p in shapes for sizes in itertools.permutations(p, len(shape)))
         parts = [{size * n for n in (1, 2, 4, 8)} for size in shape]
         return any(all(map(set.__contains__, parts, sizes)) for sizes in orders)
 

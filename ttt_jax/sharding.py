@@ -128,15 +128,18 @@ def constrain(x: jax.Array, names: AxisNames) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, partition_spec(names, x.shape, sizes))
 
 
-def sequence_devices() -> int:
-    """Counts the devices along the sequence axis of the ambient mesh; 1 without a mesh.
+def devices_along(name: str) -> int:
+    """Counts the devices over which the ambient mesh cuts a logical axis; 1 without a mesh.
 
-    >>> sequence_devices()
+    Args:
+      name: of `LOGICAL_RULES`.
+
+    >>> devices_along("seq")
     1
     """
     mesh = jax.sharding.get_abstract_mesh()
-    (axis,) = LOGICAL_RULES["seq"]
-    return 1 if mesh.empty or axis in mesh.manual_axes else mesh.shape.get(axis, 1)
+    free = [axis for axis in LOGICAL_RULES[name] if axis not in mesh.manual_axes]
+    return 1 if mesh.empty else math.prod(mesh.shape.get(axis, 1) for axis in free)
 
 
 def sequence_parts(length: int) -> int:
@@ -151,7 +154,7 @@ def sequence_parts(length: int) -> int:
     >>> sequence_parts(512)
     1
     """
-    parts = sequence_devices()
+    parts = devices_along("seq")
     if length % parts:
         raise ValueError(
             f"sequence_length={length} must be a multiple of mesh.seq={parts}: every device holds "

@@ -7,7 +7,7 @@ scene meet, in the updates of the fast weights, sums run over the axis.
 
 import jax
 
-from ttt_jax.sharding import constrain, sequence_devices
+from ttt_jax.sharding import constrain, devices_along
 
 
 def view_parts(*views: int) -> int:
@@ -22,7 +22,7 @@ def view_parts(*views: int) -> int:
     >>> view_parts(4, 8)
     1
     """
-    parts = sequence_devices()
+    parts = devices_along("seq")
     return parts if all(count % parts == 0 for count in views) else 1
 
 

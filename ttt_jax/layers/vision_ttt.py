@@ -15,8 +15,8 @@ from ttt_jax.layers.flops import inner_loop_flops
 from ttt_jax.layers.linear import Linear
 from ttt_jax.layers.rotary_2d import rotate_2d
 from ttt_jax.layers.sharded import sharded_ttt
-from ttt_jax.sharding import on_each_device
-from ttt_kernels.glu_step import glu_step_beside, kernel_problem
+from ttt_jax.sharding import devices_along, on_each_device
+from ttt_kernels.glu_step import glu_step, glu_step_beside, kernel_problem
 
 
 class VisionTTT(nnx.Module):
@@ -91,9 +91,12 @@ class VisionTTT(nnx.Module):
             q, k, v = self.qkv.split(x.reshape(-1, hidden))
             if self.rotary:
                 q, k = (self._rotate(y, x.shape) for y in (q, k))
-            q, k, v = (y.reshape(batch, height * width, self.heads + 1, -1) for y in (q, k, v))
-            mix = self._by_kernel if self._takes_kernel(q) else self._by_parts
-            mixed = mix(q, k, v, vittt_dwconv(height, width))
+            lead, local = (batch, height * width), vittt_dwconv(height, width)
+            by_head = [y.reshape(*lead, self.heads + 1, -1) for y in (q, k, v)]
+            if devices_along("heads") == 1 and self._takes_kernel(by_head[0]):
+                mixed = self._by_kernel(*by_head, local)
+            else:
+                mixed = self._by_parts(q, k, v, local, lead)
             y = self.out.product(mixed.reshape(batch * height * width, -1))
             return y.reshape(x.shape), self.out.bias[...]
 
@@ -103,15 +106,41 @@ class VisionTTT(nnx.Module):
         turned = rotate_2d(y[:, :hidden].reshape(shape)).reshape(-1, hidden)
         return jnp.concatenate([turned, y[:, hidden:]], axis=-1)
 
-    def _by_parts(self, q, k, v, local: InnerLoop):
-        """Both branches by `ttt_jax.ttt`; [batch, tokens, heads + 1, head size] in and out."""
-        first, last = ([y[:, :, part] for y in (q, k, v)]
-                       for part in (slice(self.heads), slice(self.heads, None)))  # fmt: skip
-        gated = sharded_ttt(self.spec, self.gated(), *first, mode=self.mode, rows="images")[0]
-        return jnp.concatenate([gated, _local(local, self.mode, self.local(), *last)], axis=2)
+    def _by_parts(self, q, k, v, local: InnerLoop, lead: tuple[int, int]):
+        """Each branch by itself, on the devices that have its heads; [rows, hidden + head size].
+
+        Cut apart as channels: as heads, the one more would leave no divisor for mesh.model, and all
+        would be gathered.
+        """
+        hidden = q.shape[-1] // (self.heads + 1) * self.heads
+        gated = [y[:, :hidden].reshape(*lead, self.heads, -1) for y in (q, k, v)]
+        others = [y[:, hidden:].reshape(*lead, 1, -1) for y in (q, k, v)]
+        made = self._gated(*gated), _local(local, self._plain_mode(), self.local(), *others)
+        return jnp.concatenate([y.reshape(q.shape[0], -1) for y in made], axis=-1)
+
+    def _gated(self, q, k, v):
+        """The gated branch, [batch, tokens, heads, head size] in and out."""
+        if not self._takes_kernel(q):
+            return sharded_ttt(self.spec, self.gated(), q, k, v, mode=self.mode, rows="images")[0]
+        q = k if self.spec.query == "key" else q
+
+        def step(w1, w2, q, k, v):
+            options = dict(scale=self.spec.loss.scale, clip=self.spec.clip)
+            return glu_step({"w1": w1, "w2": w2}, q, k, v, **options)
+
+        weights, tokens = ("heads", None, None), ("images", None, "heads", None)
+        arrays = (*(self.gated()[name] for name in ("w1", "w2")), q, k, v)
+        return on_each_device(step, arrays, [weights] * 2 + [tokens] * 3, tokens)
+
+    def _plain_mode(self) -> str:
+        """The mode of what has no kernel."""
+        return "auto" if self.mode == "kernel" else self.mode
 
     def _by_kernel(self, q, k, v, local: InnerLoop):
-        """Likewise, the gated branch by one kernel which leaves the other head to the other."""
+        """Both, the gated one by a kernel which leaves the other head to the other.
+
+        [batch, tokens, heads + 1, head size] in and out.
+        """
         if self.spec.query == "key":
             q = jnp.concatenate([k[:, :, : self.heads], q[:, :, self.heads :]], axis=2)
         beside = functools.partial(_local, local, "auto")
