@@ -148,6 +148,8 @@ def gathered_activations(text, params):
 
     Gathers that the program itself asks for are states of the inner loop. ViTTT's local branch is
     the last few channels of a joint projection, which lie on one device of those that cut it.
+    LaCT-NVS's rates are one product with few columns; gathered, their gradients are fewer bytes
+    than the tokens' gradients summed over the devices that have the heads.
     """
     leaves = jax.tree.leaves(params) + jax.tree.leaves(jax.tree.map(lambda p: p[0], params))
     shapes = {p.shape for p in leaves}
@@ -170,6 +172,8 @@ def gathered_activations(text, params):
             continue
         for dtype, sizes in re.findall(r"(\w+)\[([\d,]*)\]", each.shape):
             shape = [int(n) for n in sizes.split(",") if n]
+            if each.source.endswith("/ttt/reshape") and shape[-2:] == [3, 4]:
+                continue  # gradients of LaCT-NVS's rates, three numbers a head and token
             if dtype[0] in "fb" and not is_part(shape):
                 found.append(f"{each.shape} {each.source}")
     return found
