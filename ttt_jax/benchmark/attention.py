@@ -21,21 +21,33 @@ def linear_attention_suite(options: Options) -> list[Row]:
     """Shapes, without and with decays, x implementations and peers x passes.
 
     Every implementation gets the same inputs. What cannot run here has one row that says so.
+    fla comes after all others: PyTorch's profiler does not give CUPTI back in its process.
     """
-    rows = []
+    rows: list[Row] = []
+    cases = [(heads, dim, decays) for heads, dim in options.size.attention
+             for decays in (False, True)]
+    for names in ((*IMPLEMENTATIONS, "jla"), ("fla",)):
+        for case in cases:
+            rows += _case_rows(case, names, options)
+    order = list(dict.fromkeys(row["case"] for row in rows))
+    return sorted(rows, key=lambda row: order.index(row["case"]))
+
+
+def _case_rows(case: tuple[int, int, bool], names: tuple[str, ...], options: Options) -> list[Row]:
+    """The rows of some implementations of one case: heads, their width, with decays or not."""
+    heads, dim, decays = case
     tokens = options.size.tokens
-    for heads, dim in options.size.attention:
-        limit = floor_ms(4 * tokens * heads * dim * dim, 8 * tokens * heads * dim)
-        for decays in (False, True):
-            case = f"{heads}x{dim}" + (" decays" if decays else "")
-            arguments = [_inputs(options.size, heads, dim, decays, seed) for seed in (0, 1)]
-            cotangents = [_inputs(options.size, heads, dim, False, seed)[0] for seed in (2, 3)]
-            for name in (*IMPLEMENTATIONS, *peers.PEERS):
-                run = _peer if name in peers.PEERS else _ours
-                for direction, timing in run(name, arguments, cotangents, options):
-                    rows.append(_row(case, name, direction, timing, tokens, limit))
-                    if isinstance(timing, Timing):
-                        options.report(rows[-1], timing)
+    title = f"{heads}x{dim}" + (" decays" if decays else "")
+    limit = floor_ms(4 * tokens * heads * dim * dim, 8 * tokens * heads * dim)
+    arguments = [_inputs(options.size, heads, dim, decays, seed) for seed in (0, 1)]
+    cotangents = [_inputs(options.size, heads, dim, False, seed)[0] for seed in (2, 3)]
+    rows = []
+    for name in names:
+        run = _peer if name in peers.PEERS else _ours
+        for direction, timing in run(name, arguments, cotangents, options):
+            rows.append(_row(title, name, direction, timing, tokens, limit))
+            if isinstance(timing, Timing):
+                options.report(rows[-1], timing)
     return rows
 
 
