@@ -1,7 +1,7 @@
 """The fast weight on Hopper GPUs through Pallas' Mosaic GPU backend.
 
-One kernel makes the hidden activations from the tokens, one the errors of gate and up, one what
-these do to the tokens; one each the factors of all three gradients, and what comes back to them.
+One kernel makes the hidden activations from the tokens, one the errors of gate and up; one the
+factors of all three gradients, one what comes back to them.
 Arrays are token-major. The rules are in `unsupported`.
 """
 
@@ -108,9 +108,9 @@ def _backward(interpret, residuals, d_hidden):
     d_hidden = _pad_tiles(d_hidden.astype(x.dtype))
     errors, d_rates = kernels.errors(plan, x, weights, rates, d_hidden, interpret)
     products = chunk_kernels.Kernels(interpret=interpret is not None)
-    plan = plans.choose(*errors.shape, x.shape[3], parts=1, results=1)
-    both = jnp.concatenate([w0, w2], -1)
-    dx = kernels.inputs(plan, errors, both, interpret)
+    both = jnp.concatenate([w0, w2], -1)[:, :, None]
+    both = jnp.broadcast_to(both, (x.shape[0], *both.shape[1:]))
+    dx = products.outputs(errors, both, x.shape[1], True)
     d_both = _outer(products, x, errors)
     if w0.shape[0] == 1:
         d_both = jnp.sum(d_both, 0, keepdims=True)

@@ -78,7 +78,7 @@ def launch(plan: Plan, body, out_type, interpret):
     plgpu = compat.mosaic_gpu()
     scratch = [
         _tile_of(WARPGROUPS, plan.buffers, ROWS, PIECE),
-        _tile_of(plan.steps, *((plan.slab, DEPTH) if plan.transposed else (DEPTH, plan.columns))),
+        _tile_of(plan.steps, DEPTH, plan.columns),
         _tile_of(plan.stages, ROWS, DEPTH),
         plgpu.Barrier(num_arrivals=1, num_barriers=plan.steps),
         plgpu.Barrier(num_arrivals=1, num_barriers=WARPGROUPS * plan.stages),
@@ -164,11 +164,7 @@ def _load(plan: Plan, x_ref, w_ref, at: _Scratch, first: Place, count) -> None:
 
         @pl.when(i < plan.steps)
         def _():
-            depth = pl.ds(k * DEPTH, DEPTH)
-            if plan.transposed:
-                source = w_ref.at[row, first.head, pl.ds(first.slab * plan.slab, plan.slab), depth]
-            else:
-                source = w_ref.at[row, first.head, first.slab, depth]
+            source = w_ref.at[row, first.head, first.slab, pl.ds(k * DEPTH, DEPTH)]
             plgpu.copy_gmem_to_smem(source, at.weights.at[k], at.loaded.at[k])
 
         @pl.when(i >= plan.stages)
@@ -201,9 +197,7 @@ def _product(plan: Plan, at: _Scratch, w, number):
                 plgpu.barrier_wait(at.loaded.at[k])
 
             plgpu.barrier_wait(at.full.at[w * plan.stages + slot])
-            weights = at.weights.at[k]
-            weights = weights.transpose((1, 0)) if plan.transposed else weights
-            plgpu.wgmma(acc, at.slots.at[slot], weights)
+            plgpu.wgmma(acc, at.slots.at[slot], at.weights.at[k])
             if k == plan.steps - 1:
                 plgpu.barrier_arrive(at.turn.at[1 - w])
             if k:

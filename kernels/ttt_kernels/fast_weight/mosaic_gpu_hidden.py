@@ -88,29 +88,6 @@ def errors(
     return call(x, weights, d_hidden, *(() if rates is None else (rates,)))
 
 
-def inputs(plan: Plan, errors: jax.Array, weights: jax.Array, interpret):
-    """What errors of gate and up do to the tokens, `errors [W0 W2]^T`.
-
-    Args:
-      plan: of `choose(batch, length, heads, 2 hidden, key_dim, parts=1)`, transposed.
-      errors: [batch, time, heads, 2 hidden] bf16, time a multiple of 8 (or below 8).
-      weights: W0 and W2 side by side, [batch or 1, heads, key_dim, 2 hidden] bf16.
-      interpret: None, or the interpreter's parameters.
-
-    Returns:
-      [batch, time, heads, key_dim] bf16.
-    """
-    def swiglu_inputs(errors_ref, w_ref, out_ref, *scratch):
-        def finish(pieces, place, store):
-            for start, (value,), _ in pieces:
-                store(value, out_ref, place, start)
-
-        common.run(plan, (errors_ref, w_ref, None), scratch, finish)
-
-    shape = jax.ShapeDtypeStruct((*errors.shape[:3], plan.hidden), jnp.bfloat16)
-    return common.launch(plan, swiglu_inputs, shape, interpret)(errors, weights)
-
-
 def learn(
     plan: Plan,
     x: jax.Array,

@@ -39,7 +39,6 @@ class Plan:
       stores: pieces that a warpgroup stores of a tile.
       segments: stretches of the tokens.
       parts: matrices whose columns lie side by side in a slab.
-      transposed: multiplies by the transposed matrix, whose slab is a stretch of its rows.
     """
 
     batch: int
@@ -53,7 +52,6 @@ class Plan:
     segments: int
     parts: int
     stores: int
-    transposed: bool
 
     @property
     def steps(self) -> int:
@@ -91,8 +89,7 @@ def choose(
 
     Args:
       batch, length, heads, key_dim, hidden: sizes, the widths padded.
-      parts: matrices side by side: 2 are gate's and up's, 4 these and their gradients', 1 is a
-        transposed one.
+      parts: matrices side by side: gate's and up's, or these and their gradients'.
       results: arrays of the hidden width that are stored.
 
     >>> plan = choose(1, 32768, 4, 384, 384, parts=2, results=1)
@@ -107,7 +104,7 @@ def choose(
                 segments = max(1, min(-(-length // ROWS), _MULTIPROCESSORS // ctas))
                 stores = results * slab // PIECE
                 sizes = (batch, length, heads, key_dim, hidden, slab)
-                return Plan(*sizes, stages, buffers, segments, parts, stores, parts == 1)
+                return Plan(*sizes, stages, buffers, segments, parts, stores)
     return None
 
 
