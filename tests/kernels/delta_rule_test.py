@@ -336,6 +336,8 @@ def test_refused_arguments_name_the_way_out():
         ({"chunk_size": 0}, "chunk_size=0"),
         ({"chunk_size": 16, "implementation": "reference"}, "token by token"),
         ({"implementation": "triton"}, "implementation='triton'"),
+        ({"k": None}, "k=None must be an array"),
+        ({"log_decay": -1.0}, "log_decay=-1.0 must be an array"),
     ):
         with pytest.raises(ValueError, match=words):
             delta_rule(**x | change)

@@ -171,6 +171,13 @@ def test_read_index_counts_chunks_from_each_document():
     (dict(chunk_size=4), "chunk_size"),
     (dict(causal="chunk", chunk_size=0), "chunk_size"),
     (dict(implementation="triton"), "implementation"),
+    (dict(q=None), "q=None must be an array"),
+    (dict(k=[1.0, 2.0]), "k="),
+    (dict(v=3), "v=3"),
+    (dict(log_decay=-1.0), "log_decay=-1.0 must be an array"),
+    (dict(initial_state=0.0), "initial_state=0.0"),
+    (dict(segment_ids=[[0, 0, 0, 0]]), "segment_ids="),
+    (dict(causal="chunk", chunk_size=2, include_current_chunk="no"), "include_current_chunk='no'"),
 ])
 def test_bad_arguments_are_named(change, name):
     x = jnp.ones((1, 4, 1, 2))

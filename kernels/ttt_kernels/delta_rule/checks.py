@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 
+from ttt_kernels.arguments import check_array
 from ttt_kernels.linear_attention import shapes
 
 SUB_CHUNK = 16
@@ -51,9 +51,8 @@ def check_erase(
         )
 
 
-def _check_float(name: str, value: jax.Array, layouts: dict[str, tuple[int, ...]]) -> None:
-    if not jnp.issubdtype(value.dtype, jnp.floating):
-        raise ValueError(f"{name} has dtype {value.dtype}; it must be a float, cast it first")
+def _check_layout(name: str, value: jax.Array, layouts: dict[str, tuple[int, ...]]) -> None:
+    check_array(name, value)
     if value.shape not in layouts.values():
         rule = " or ".join(f"{shape} = {layout}" for layout, shape in layouts.items())
         raise ValueError(f"{name} has shape {value.shape}; it must be {rule} to match q, k, v")
@@ -92,4 +91,4 @@ def check_arrays(
         ("reset_state", reset_state, states),
     ):
         if value is not None:
-            _check_float(name, value, layouts)
+            _check_layout(name, value, layouts)

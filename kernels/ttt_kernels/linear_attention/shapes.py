@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from ttt_kernels.arguments import check_array, check_flag
+
 
 def accumulator_dtype(dtype) -> jnp.dtype:
     """float64 for float64, float32 for every narrower float."""
@@ -18,17 +20,14 @@ def _check_shape(name: str, value: jax.Array, expected: tuple[int, ...], layout:
         )
 
 
-def _check_float(name: str, value: jax.Array) -> None:
-    if not jnp.issubdtype(value.dtype, jnp.floating):
-        raise ValueError(f"{name} has dtype {value.dtype}; it must be a float, cast it first")
-
-
 def check_causal(causal: str, chunk_size: int | None, include_current_chunk: bool) -> None:
     """Checks the three arguments that choose the causal order.
 
     Raises:
-      ValueError: `causal` unknown, `chunk_size` missing, below 1 or given for "token".
+      ValueError: `causal` unknown, `chunk_size` missing, below 1 or given for "token",
+        `include_current_chunk` not a bool.
     """
+    check_flag("include_current_chunk", include_current_chunk)
     if causal not in ("token", "chunk"):
         raise ValueError(f"causal={causal!r} must be 'token' or 'chunk'")
     if causal == "token":
@@ -55,28 +54,25 @@ def check_arrays(
       ValueError: an array of the wrong rank, shape or kind of dtype, or an empty axis.
     """
     for name, value in (("q", q), ("k", k), ("v", v)):
+        check_array(name, value)
         if value.ndim != 4:
             raise ValueError(
                 f"{name} has shape {value.shape}; it must be [batch, time, heads, dim]"
             )
-        _check_float(name, value)
         if 0 in value.shape:
             raise ValueError(f"{name} has shape {value.shape}; every axis must be at least 1")
     batch, length, heads, key_dim = q.shape
     _check_shape("k", k, q.shape, "[batch, time, heads, key_dim]")
     _check_shape("v", v, (batch, length, heads, v.shape[-1]), "[batch, time, heads, value_dim]")
     if log_decay is not None:
-        _check_float("log_decay", log_decay)
+        check_array("log_decay", log_decay)
         _check_shape("log_decay", log_decay, (batch, length, heads), "[batch, time, heads]")
     if initial_state is not None:
-        _check_float("initial_state", initial_state)
+        check_array("initial_state", initial_state)
         expected = (batch, heads, key_dim, v.shape[-1])
         _check_shape(
             "initial_state", initial_state, expected, "[batch, heads, key_dim, value_dim]"
         )
     if segment_ids is not None:
-        if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
-            raise ValueError(
-                f"segment_ids has dtype {segment_ids.dtype}; it must be an integer (-1 = padding)"
-            )
+        check_array("segment_ids", segment_ids, floating=False)
         _check_shape("segment_ids", segment_ids, (batch, length), "[batch, time]")

@@ -1,0 +1,45 @@
+"""Rules that every public operation has for its arguments, checked before anything is computed."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def check_array(name: str, value, *, floating: bool = True) -> None:
+    """Checks that an argument is an array, of floats unless `floating` is false.
+
+    Args:
+      name: of the argument.
+      value: a JAX array (traced ones too) or a NumPy array passes.
+      floating: whether its numbers must be floats; else integers.
+
+    Raises:
+      ValueError: no array, or numbers of another kind.
+
+    >>> check_array("k", None)
+    Traceback (most recent call last):
+    ValueError: k=None must be an array; pass a jax.Array or a numpy.ndarray
+    """
+    if not isinstance(value, jax.Array | np.ndarray):
+        shown = repr(value)
+        shown = shown if len(shown) <= 40 else f"a {type(value).__name__}"
+        raise ValueError(f"{name}={shown} must be an array; pass a jax.Array or a numpy.ndarray")
+    kind, rule = (jnp.floating, "a float") if floating else (jnp.integer, "an integer")
+    if not jnp.issubdtype(value.dtype, kind):
+        raise ValueError(f"{name} has dtype {value.dtype}; it must be {rule}, cast it first")
+
+
+def check_flag(name: str, value) -> None:
+    """Checks that an argument is a bool.
+
+    Raises:
+      ValueError: it is something else, a string or a number for example.
+
+    >>> check_flag("reverse", "no")
+    Traceback (most recent call last):
+    ValueError: reverse='no' must be True or False
+    """
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} must be True or False")
