@@ -43,3 +43,25 @@ def check_flag(name: str, value) -> None:
     """
     if not isinstance(value, bool):
         raise ValueError(f"{name}={value!r} must be True or False")
+
+
+def floating_dtype(name: str, value) -> jnp.dtype:
+    """The dtype that an argument names, checked to be one of floats.
+
+    Raises:
+      ValueError: it names no dtype, or one of other numbers.
+
+    >>> floating_dtype("dtype", "int8")
+    Traceback (most recent call last):
+    ValueError: dtype=int8 must be a floating dtype or None; jnp.bfloat16 or jnp.float32 will do
+    """
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        dtype = None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        shown = repr(value) if dtype is None else dtype
+        raise ValueError(
+            f"{name}={shown} must be a floating dtype or None; jnp.bfloat16 or jnp.float32 will do"
+        )
+    return dtype
