@@ -173,3 +173,19 @@ def test_choice_and_refusals(monkeypatch):
     mesh = jax.sharding.AbstractMesh((2,), ("data",))
     monkeypatch.setattr(jax.sharding, "get_abstract_mesh", lambda: mesh)
     assert "mosaic_gpu" not in lowered(lambda x: orthogonalise(x), (1, 64, 64))
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [({"x": None}, "x=None.*array"), ({"x": [[1.0]]}, "x=.*array"),
+     ({"x": jnp.ones(3)}, "matrices"), ({"x": jnp.ones((2, 2), int)}, "x has dtype.*cast it"),
+     *(({"coefficients": bad}, "coefficients=.*finite")
+       for bad in ((1.0, 2.0, 3.0), 5, "abc", ((1.0, 2.0),), ((1.0, float("nan"), 2.0),), None)),
+     *(({"eps": bad}, "eps=.*>= 0") for bad in ("a", -1.0, float("inf"), None)),
+     ({"dtype": int}, "dtype=.*floating"), ({"dtype": "foo"}, "dtype='foo' must be"),
+     ({"implementation": "foo"}, "implementation='foo' is unknown")],
+    ids=str,
+)  # fmt: skip
+def test_bad_arguments_are_named(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        newton_schulz(**{"x": jnp.ones((2, 2)), **arguments})

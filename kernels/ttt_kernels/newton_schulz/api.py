@@ -1,11 +1,14 @@
 """Newton-Schulz orthogonalisation: the public function and the choice of an implementation."""
 
+import math
 from collections.abc import Sequence
+from numbers import Real
 
 import jax
 import jax.numpy as jnp
 
 from ttt_kernels import compat
+from ttt_kernels.arguments import check_array, floating_dtype
 from ttt_kernels.newton_schulz import mosaic_gpu, mosaic_tpu, xla
 
 # The triples of LaCT-LLM (Zhang et al., Test-Time Training Done Right, 2025), one an iteration.
@@ -52,7 +55,9 @@ def newton_schulz(
       ``[..., rows, columns]`` in ``x.dtype``.
 
     Raises:
-      ValueError: ``x`` has fewer than two axes or is not floating; an unknown implementation.
+      ValueError: ``x`` is no floating array of two axes or more; ``coefficients`` are not triples
+        of finite numbers; ``eps`` is negative or no number; ``dtype`` is not floating; an unknown
+        implementation.
       NotImplementedError: the named implementation cannot run these arguments here.
 
     Source: Jordan et al., *Muon* (2024); coefficient tables of LaCT (Zhang et al., 2025).
@@ -63,14 +68,16 @@ def newton_schulz(
       >>> bool((jnp.linalg.svd(y, compute_uv=False) > 0.6).all())
       True
     """
+    check_array("x", x)
     if x.ndim < 2:
         raise ValueError(f"{x.shape=}: newton_schulz needs matrices, [..., rows, columns]")
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"{x.dtype=}: newton_schulz needs a floating dtype; cast x first")
+    dtype = jnp.dtype(x.dtype) if dtype is None else floating_dtype("dtype", dtype)
+    coefficients = _checked_coefficients(coefficients)
+    if not (isinstance(eps, Real) and math.isfinite(eps) and eps >= 0):
+        raise ValueError(f"{eps=}: newton_schulz adds a finite number >= 0 to norms, as 1e-7")
     if implementation not in (None, *_KERNELS, "xla"):
         names = ", ".join(repr(name) for name in ("xla", *_KERNELS))
         raise ValueError(f"{implementation=} is unknown; use {names} or None")
-    coefficients, dtype = tuple(coefficients), jnp.dtype(dtype or x.dtype)
     for name, (module, device_problem) in _KERNELS.items():
         if implementation not in (None, name):
             continue
@@ -82,6 +89,20 @@ def newton_schulz(
                 f"implementation={name!r} cannot run here: {problem}; implementation='xla' can"
             )
     return xla.newton_schulz(x, coefficients, eps, dtype)
+
+
+def _checked_coefficients(coefficients) -> tuple[tuple[float, float, float], ...]:
+    """The triples as floats; raises where they are none."""
+    try:
+        triples = tuple((float(a), float(b), float(c)) for a, b, c in coefficients)
+    except (TypeError, ValueError):
+        triples = None
+    if triples is None or not all(math.isfinite(number) for row in triples for number in row):
+        raise ValueError(
+            f"{coefficients=}: newton_schulz needs (a, b, c) of finite numbers for each iteration, "
+            "as MUON_COEFFICIENTS, ((3.4445, -4.7750, 2.0315),) * 5"
+        )
+    return triples
 
 
 _KERNELS = {
