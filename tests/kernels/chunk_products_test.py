@@ -247,24 +247,48 @@ def test_gradients_are_the_two_kernels_and_nothing_else():
         assert unwanted not in lowered
 
 
-def test_bad_arguments_are_named_and_a_named_kernel_never_falls_back():
-    x, states = jnp.ones((1, 4, 1, 64)), jnp.ones((1, 1, 2, 64, 64))
-    for call, name in [
-        (lambda: chunk_summaries(x[0], x, 2), "k has shape"),
-        (lambda: chunk_summaries(x, x[:, :3], 2), "v has shape"),
-        (lambda: chunk_summaries(x, x, 0), "chunk_size=0"),
-        (lambda: chunk_summaries(x, x, 2, dtype=jnp.int32), "dtype=int32"),
-        (lambda: chunk_summaries(x, x, 2, implementation="triton"), "implementation='triton'"),
-        (lambda: chunk_summaries(x, x, 2, rates=x[0]), "rates has shape"),
-        (lambda: chunk_states(states, states[:, :, 0, :8]), "initial has shape"),
-        (lambda: chunk_states(states, states[:, :, 0].astype(jnp.bfloat16)), "initial has dtype"),
-        (lambda: chunk_states(states, states[:, :, 0], decay=states[..., 0]), "decay has shape"),
-        (lambda: chunk_outputs(x, states[:, :, :1], 2), "states has shape"),
-        (lambda: chunk_outputs(x, states[..., :32], 2, transposed=True), "states has shape"),
-        (lambda: chunk_outputs(x, states.astype(jnp.int32), 2), "states has dtype"),
-    ]:
-        with pytest.raises(ValueError, match=name):
-            call()
+X, STATES = np.ones((1, 4, 1, 64), np.float32), np.ones((1, 1, 2, 64, 64), np.float32)
+WHOLE, INITIAL = np.ones((1, 1, 2, 64, 64), np.int32), STATES[:, :, 0]
+
+
+@pytest.mark.parametrize("call, words", [
+    (lambda: chunk_summaries(None, X, 2), "k=None must be an array"),
+    (lambda: chunk_summaries(X, [1.0], 2), "v=.* must be an array"),
+    (lambda: chunk_summaries(X.astype(int), X, 2), "k has dtype int.*cast"),
+    (lambda: chunk_summaries(X[0], X, 2), "k has shape"),
+    (lambda: chunk_summaries(X, X[:, :3], 2), "v has shape"),
+    (lambda: chunk_summaries(X, X, 0), "chunk_size=0"),
+    (lambda: chunk_summaries(X, X, 2.5), "chunk_size=2.5"),
+    (lambda: chunk_summaries(X, X, 2, dtype=jnp.int32), "dtype=int32 must be a floating dtype"),
+    (lambda: chunk_summaries(X, X, 2, dtype="zz"), "dtype='zz' must be a floating dtype"),
+    (lambda: chunk_summaries(X, X, 2, implementation="triton"), "implementation='triton'"),
+    (lambda: chunk_summaries(X, X, 2, rates=X[0]), "rates has shape"),
+    (lambda: chunk_summaries(X, X, 2, rates=1.0), "rates=1.0 must be an array"),
+    (lambda: chunk_states(None, INITIAL), "summaries=None must be an array"),
+    (lambda: chunk_states(WHOLE, INITIAL), "summaries has dtype int32.*cast"),
+    (lambda: chunk_states(STATES[0], INITIAL), "summaries has shape"),
+    (lambda: chunk_states(STATES[:, :, :0], INITIAL), "summaries has shape.*no axis empty"),
+    (lambda: chunk_states(STATES, None), "initial=None must be an array"),
+    (lambda: chunk_states(STATES, INITIAL[:, :, :8]), "initial has shape"),
+    (lambda: chunk_states(STATES, INITIAL.astype(jnp.bfloat16)), "initial has dtype"),
+    (lambda: chunk_states(STATES, INITIAL, decay=STATES[..., 0]), "decay has shape"),
+    (lambda: chunk_states(STATES, INITIAL, decay=0.5), "decay=0.5 must be an array"),
+    (lambda: chunk_states(STATES, INITIAL, decay=WHOLE[..., 0, 0]), "decay has dtype int32.*cast"),
+    (lambda: chunk_states(STATES, INITIAL, include_own="no"), "include_own='no'"),
+    (lambda: chunk_states(STATES, INITIAL, dtype=int), "dtype=int.* must be a floating dtype"),
+    (lambda: chunk_outputs(X, None, 2), "states=None must be an array"),
+    (lambda: chunk_outputs(X, STATES[:, :, :1], 2), "states has shape"),
+    (lambda: chunk_outputs(X, STATES[..., :32], 2, transposed=True), "states has shape"),
+    (lambda: chunk_outputs(X, WHOLE, 2), "states has dtype"),
+    (lambda: chunk_outputs(X, STATES, 2, transposed="no"), "transposed='no'"),
+])
+def test_bad_arguments_are_named(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def test_a_named_kernel_never_falls_back():
+    x, states = jnp.asarray(X), jnp.asarray(STATES)
     wide = jnp.ones((1, 4, 1, 800), jnp.bfloat16)
     with pytest.raises(NotImplementedError, match="bfloat16.*'xla' can"):
         chunk_summaries(x, x, 2, implementation="mosaic_gpu")

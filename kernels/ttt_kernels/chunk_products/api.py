@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from ttt_kernels import compat
+from ttt_kernels.arguments import check_array, check_flag, floating_dtype
 from ttt_kernels.choice import xla_or_hopper
 from ttt_kernels.chunk_products import mosaic_gpu, reference, vjp, xla
 
@@ -69,16 +70,15 @@ def chunk_summaries(
         )
     _check_chunk_size(chunk_size)
     if rates is not None:
-        if rates.shape != k.shape[:3] or not jnp.issubdtype(rates.dtype, jnp.floating):
+        check_array("rates", rates)
+        if rates.shape != k.shape[:3]:
             raise ValueError(
-                f"rates has shape {rates.shape} and dtype {rates.dtype}; it must be floats [batch, "
-                f"time, heads] = {k.shape[:3]}"
+                f"rates has shape {rates.shape}; it must be [batch, time, heads] = {k.shape[:3]}"
             )
         rates = rates.astype(jnp.promote_types(rates.dtype, jnp.float32))
     common = jnp.result_type(k, v)
-    dtype = jnp.promote_types(common, jnp.float32) if dtype is None else jnp.dtype(dtype)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"dtype={dtype} must be a float or None")
+    wide = jnp.promote_types(common, jnp.float32)
+    dtype = wide if dtype is None else floating_dtype("dtype", dtype)
     k, v = k.astype(common), v.astype(common)
     backend = _choose(implementation, "chunk_summaries", k, chunk_size, v.shape[-1])
     with jax.named_scope("chunk_summaries"):
@@ -121,7 +121,9 @@ def chunk_outputs(
     [1.0, 1.0, 1.0, 5.0, 5.0]
     """
     _check_tokens("q", q)
+    check_array("states", states)
     _check_chunk_size(chunk_size)
+    check_flag("transposed", transposed)
     batch, length, heads, key_dim = q.shape
     expected = (batch, heads, -(-length // chunk_size))
     axes = "value_dim, key_dim" if transposed else "key_dim, value_dim"
@@ -131,8 +133,6 @@ def chunk_outputs(
             f"states has shape {states.shape}; it must be {expected} + ({axes}) = [batch, heads, "
             f"chunks, {axes}] to match q, {q.shape}, with {chunk_size=}"
         )
-    if not jnp.issubdtype(states.dtype, jnp.floating):
-        raise ValueError(f"states has dtype {states.dtype}; it must be a float, cast it first")
     value_dim = states.shape[-2 if transposed else -1]
     backend = _choose(implementation, "chunk_outputs", q, chunk_size, value_dim)
     with jax.named_scope("chunk_outputs"):
@@ -154,7 +154,7 @@ def chunk_states(
 
     Args:
       summaries: [batch, heads, chunks, key_dim, value_dim] floats, G; added in the dtype of
-        `initial`.
+        `initial`; chunks >= 1.
       initial: [batch, heads, key_dim, value_dim] float32 or wider, S ahead of the first chunk.
       decay: [batch, heads, chunks] floats, or None for 1.
       include_own: gives the state behind each chunk, not the one ahead of it.
@@ -177,21 +177,30 @@ def chunk_states(
     >>> states.ravel().tolist(), final.item()
     ([0.0, 1.0, 1.5], 1.75)
     """
-    if summaries.ndim != 5 or initial.shape != summaries.shape[:2] + summaries.shape[3:]:
+    check_array("summaries", summaries)
+    check_array("initial", initial)
+    if summaries.ndim != 5 or 0 in summaries.shape:
         raise ValueError(
-            f"initial has shape {initial.shape} and summaries {summaries.shape}; they must be "
-            "[batch, heads, key_dim, value_dim] and [batch, heads, chunks, key_dim, value_dim]"
+            f"summaries has shape {summaries.shape}; it must be [batch, heads, chunks, key_dim, "
+            "value_dim], no axis empty"
+        )
+    if initial.shape != summaries.shape[:2] + summaries.shape[3:]:
+        raise ValueError(
+            f"initial has shape {initial.shape}; it must be [batch, heads, key_dim, value_dim] = "
+            f"{summaries.shape[:2] + summaries.shape[3:]} to match summaries"
         )
     if initial.dtype not in (jnp.float32, jnp.float64):
         raise ValueError(f"initial has dtype {initial.dtype}; it must be float32 or wider, cast it")
+    check_flag("include_own", include_own)
     if decay is not None:
+        check_array("decay", decay)
         if decay.shape != summaries.shape[:3]:
             raise ValueError(
                 f"decay has shape {decay.shape}; it must be [batch, heads, chunks] = "
                 f"{summaries.shape[:3]}"
             )
         decay = decay.astype(initial.dtype)
-    dtype = initial.dtype if dtype is None else jnp.dtype(dtype)
+    dtype = initial.dtype if dtype is None else floating_dtype("dtype", dtype)
     problem = compat.hopper_problem() or mosaic_gpu.states_problem(summaries, initial)
     backend = _pick("chunk_states", implementation, problem)
     with jax.named_scope("chunk_states"):
@@ -202,10 +211,10 @@ def chunk_states(
 
 
 def _check_tokens(name: str, x: jax.Array) -> None:
-    if x.ndim != 4 or 0 in x.shape or not jnp.issubdtype(x.dtype, jnp.floating):
+    check_array(name, x)
+    if x.ndim != 4 or 0 in x.shape:
         raise ValueError(
-            f"{name} has shape {x.shape} and dtype {x.dtype}; it must be floats [batch, time, "
-            "heads, dim], no axis empty"
+            f"{name} has shape {x.shape}; it must be [batch, time, heads, dim], no axis empty"
         )
 
 
