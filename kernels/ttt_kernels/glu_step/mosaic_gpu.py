@@ -7,7 +7,6 @@ where XLA, product by product, moves about seven times as much.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
@@ -16,8 +15,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ttt_kernels import compat
+from ttt_kernels.glu_step import mosaic_gpu_common as common
+from ttt_kernels.glu_step.mosaic_gpu_common import TILE
 
-TILE = 64  # tokens of a product, and channels of a head
 MAX_TOKENS = 4 * TILE  # what fits into shared memory
 
 
@@ -126,29 +126,29 @@ def forward(w1, w2, q, k, v, scale: float, clip: bool, interpret) -> jax.Array:
       Like q; further heads are not written.
     """
     plgpu = compat.mosaic_gpu()
-    plan = _Plan(*q.shape)
+    plan = common.Plan(*q.shape)
     tiles = plan.tiles
 
     def glu_step_forward(*refs):
         w1_ref, w2_ref, q_ref, k_ref, v_ref, out_ref, *rest = refs
         *views, second, weights, ready, asked = rest
-        (ks, keys), (vs, values) = (_views(view, interpret) for view in views)
+        (ks, keys), (vs, values) = (common.views(view, interpret) for view in views)
         h = lax.axis_index("head")
         plan.clear(ks, vs)
         plan.fetch((k_ref, keys), (v_ref, values), ready)
-        _store(weights, _load(w1_ref.at[h]), _load(w2_ref.at[h]))
-        g1, g2 = _gradients(ks, vs, second, weights, ready, tiles)
+        common.store(weights, common.load(w1_ref.at[h]), common.load(w2_ref.at[h]))
+        g1, g2 = common.gradients(ks, vs, second, weights, ready, tiles)
 
         plan.fetch((q_ref, keys), None, asked)  # nothing reads the keys any more
-        moved = (_move(_load(w_ref.at[h]), g, scale, clip) for w_ref, g in
+        moved = (common.move(common.load(w_ref.at[h]), g, scale, clip) for w_ref, g in
                  ((w1_ref, g1), (w2_ref, g2)))  # fmt: skip
-        _store(weights, *moved)
+        common.store(weights, *moved)
 
         @pl.loop(0, tiles)
         def _(i):
             plgpu.barrier_wait(asked.at[i])
-            value, gate = _two(ks.at[i], weights)
-            vs.at[i][...] = (value * gate * _sigmoid(gate)).astype(jnp.bfloat16)
+            value, gate = common.two(ks.at[i], weights)
+            vs.at[i][...] = (value * gate * common.logistic(gate)).astype(jnp.bfloat16)
             plgpu.commit_smem()
             plan.write(i, (values, out_ref))
 
@@ -158,10 +158,10 @@ def forward(w1, w2, q, k, v, scale: float, clip: bool, interpret) -> jax.Array:
         glu_step_forward,
         out_type=jax.ShapeDtypeStruct(plan.rows(q).shape, q.dtype),
         scratch_types=[
-            _two_views(tiles, interpret),
-            _two_views(tiles, interpret),
-            _tiles(1),
-            _tiles(2),
+            common.two_views(tiles, interpret),
+            common.two_views(tiles, interpret),
+            common.tiles(1),
+            common.tiles(2),
             plgpu.Barrier(num_arrivals=2, num_barriers=tiles),
             plgpu.Barrier(num_arrivals=1, num_barriers=tiles),
         ],
@@ -185,14 +185,14 @@ def backward(w1, w2, q, k, v, error, scale: float, clip: bool, interpret) -> tup
       further heads are not written).
     """
     plgpu = compat.mosaic_gpu()
-    plan = _Plan(*q.shape)
+    plan = common.Plan(*q.shape)
     tiles, heads = plan.tiles, w1.shape[0]
 
     def glu_step_backward(*refs):
         w1_ref, w2_ref, q_ref, k_ref, v_ref, error_ref = refs[:6]
         dw1_ref, dw2_ref, dq_ref, dk_ref, dv_ref, *rest = refs[6:]
         *views, spare, weights = rest[:4]
-        (left, left_rows), (right, right_rows) = (_views(view, interpret) for view in views)
+        (left, left_rows), (right, right_rows) = (common.views(view, interpret) for view in views)
         barriers = rest[4:]
         b, h = lax.axis_index("batch"), lax.axis_index("head")
         first, second = weights.at[pl.ds(0, 2)], weights.at[pl.ds(2, 2)]
@@ -202,33 +202,33 @@ def backward(w1, w2, q, k, v, error, scale: float, clip: bool, interpret) -> tup
 
         plan.clear(left, right)
         fetch(k_ref, v_ref, barriers[0])
-        _store(first, _load(w1_ref.at[h]), _load(w2_ref.at[h]))
-        g1, g2 = _gradients(left, right, spare, first, barriers[0], tiles)
+        common.store(first, common.load(w1_ref.at[h]), common.load(w2_ref.at[h]))
+        g1, g2 = common.gradients(left, right, spare, first, barriers[0], tiles)
         fetch(q_ref, error_ref, barriers[1])
-        moved = [_move(_load(w_ref.at[h]), g, scale, clip)
+        moved = [common.move(common.load(w_ref.at[h]), g, scale, clip)
                  for w_ref, g in ((w1_ref, g1), (w2_ref, g2))]  # fmt: skip
-        _store(weights, g1, g2, *moved)
+        common.store(weights, g1, g2, *moved)
 
         def run(d1, d2):
             @pl.loop(0, tiles)
             def _(i):
                 plgpu.barrier_wait(barriers[1].at[i])
-                left.at[i][...] = _read_backwards(
+                left.at[i][...] = common.read_backwards(
                     left.at[i], right.at[i], spare.at[0], second, d1, d2
                 ).astype(jnp.bfloat16)
                 plgpu.commit_smem()
                 plan.write(i, (left_rows, dq_ref))
 
-            moving = [_move_backwards(d[...], _load(g), scale, clip)
+            moving = [common.move_backwards(d[...], common.load(g), scale, clip)
                       for d, g in ((d1, first.at[0]), (d2, first.at[1]))]  # fmt: skip
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             fetch(k_ref, v_ref, barriers[2])
-            _store(weights, _load(w1_ref.at[h]), _load(w2_ref.at[h]), *moving)
+            common.store(weights, common.load(w1_ref.at[h]), common.load(w2_ref.at[h]), *moving)
 
             @pl.loop(0, tiles)
             def _(i):
                 plgpu.barrier_wait(barriers[2].at[i])
-                dk, dv = _learn_backwards(
+                dk, dv = common.learn_backwards(
                     left.at[i], right.at[i], spare.at[0], first, second, d1, d2
                 )
                 left.at[i][...] = dk.astype(jnp.bfloat16)
@@ -248,10 +248,10 @@ def backward(w1, w2, q, k, v, error, scale: float, clip: bool, interpret) -> tup
         glu_step_backward,
         out_type=[by_row, by_row, like, like, like],
         scratch_types=[
-            _two_views(tiles, interpret),
-            _two_views(tiles, interpret),
-            _tiles(1),
-            _tiles(4),
+            common.two_views(tiles, interpret),
+            common.two_views(tiles, interpret),
+            common.tiles(1),
+            common.tiles(4),
             *(plgpu.Barrier(num_arrivals=2, num_barriers=tiles) for _ in range(3)),
         ],
         grid=(heads, plan.batch),
@@ -260,244 +260,3 @@ def backward(w1, w2, q, k, v, error, scale: float, clip: bool, interpret) -> tup
     )
     dw1, dw2, *rest = call(w1, w2, *map(plan.rows, (q, k, v, error)))
     return dw1, dw2, *(x.reshape(q.shape) for x in rest)
-
-
-def _tiles(count: int):
-    """`count` bf16 tiles of 64 by 64 in shared memory, as wgmma reads them."""
-    plgpu = compat.mosaic_gpu()
-    transforms = (plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(128))
-    return plgpu.SMEM((count, TILE, TILE), jnp.bfloat16, transforms=transforms)
-
-
-def _two_views(count: int, interpret):
-    """The same tiles as wgmma reads them and row by row: in memory they are the same.
-
-    A tile of 64 channels is as wide as the swizzle, so that its rows follow one another. As tiles,
-    copies to and from global memory would have to begin at multiples of 8 rows. The interpreter
-    knows no tiles, and one view does.
-    """
-    plgpu = compat.mosaic_gpu()
-    rows = plgpu.SMEM((count, TILE, TILE), jnp.bfloat16, transforms=(plgpu.SwizzleTransform(128),))
-    return _tiles(count) if interpret else plgpu.RefUnion(_tiles(count), rows)
-
-
-def _views(ref, interpret) -> tuple:
-    """(as tiles, row by row) of `_two_views`."""
-    return (ref, ref) if interpret else tuple(ref)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """Sizes of a launch, and the copies of an image's and head's tokens."""
-
-    batch: int
-    tokens: int
-    heads: int
-    dim: int
-
-    @property
-    def tiles(self) -> int:
-        """Tiles of tokens, the last of which may have fewer than 64."""
-        return -(-self.tokens // TILE)
-
-    @property
-    def rest(self) -> int:
-        """Tokens of the last tile, if it is not whole; else 0."""
-        return self.tokens % TILE
-
-    def rows(self, x):
-        """[batch · tokens, heads, dim]."""
-        return x.reshape(-1, self.heads, self.dim)
-
-    def clear(self, *refs):
-        """Writes zeros where no copy does; they stay, for of zeros every product is zero."""
-        if self.rest:
-            for ref in refs:
-                ref.at[self.tiles - 1][...] = jnp.zeros((TILE, TILE), ref.dtype)
-            compat.mosaic_gpu().commit_smem()
-
-    def fetch(self, a, b, barriers):
-        """Starts to copy the tokens of pairs (array, tiles row by row); b may be None."""
-        pairs = [pair for pair in (a, b) if pair is not None]
-
-        def copy(i, count):
-            for source, target in pairs:
-                compat.mosaic_gpu().copy_gmem_to_smem(
-                    self._part(source, i, count), _head(target, i, count), barriers.at[i]
-                )
-
-        whole = self.tokens // TILE
-        if whole:
-            pl.loop(0, whole)(lambda i: copy(i, TILE))
-        if self.rest:
-            copy(whole, self.rest)
-
-    def write(self, i, *pairs):
-        """Starts to copy tile i of pairs (tiles row by row, array)."""
-        plgpu = compat.mosaic_gpu()
-
-        def copy(count):
-            for source, target in pairs:
-                plgpu.copy_smem_to_gmem(_head(source, i, count), self._part(target, i, count))
-
-        whole = self.tokens // TILE
-        if whole:
-            pl.when(i < whole)(lambda: copy(TILE))
-        if self.rest:
-            pl.when(i == whole)(lambda: copy(self.rest))
-
-    def _part(self, ref, i, count: int):
-        """The first tokens of tile i of this block's image and head."""
-        row = lax.axis_index("batch") * self.tokens + i * TILE
-        return ref.at[pl.ds(row, count), lax.axis_index("head")]
-
-
-def _head(ref, i, count: int):
-    """The first rows of a tile."""
-    return ref.at[i] if count == TILE else ref.at[i, pl.ds(0, count)]
-
-
-def _load(ref):
-    """A tile in registers, spread as accumulators are, in float32."""
-    plgpu = compat.mosaic_gpu()
-    x = compat.load(ref, layout=plgpu.Layout.WGMMA, optimized=False)
-    return x.astype(jnp.float32)
-
-
-def _store(refs, *values):
-    """Rounds tiles to shared memory for the products that follow."""
-    for n, value in enumerate(values):
-        refs.at[n][...] = value.astype(jnp.bfloat16)
-    compat.mosaic_gpu().commit_smem()
-
-
-def _two(x, weights):
-    """x W1 and x W2."""
-    plgpu = compat.mosaic_gpu()
-
-    def run(a, b):
-        plgpu.wgmma(a, x, weights.at[0])
-        plgpu.wgmma(b, x, weights.at[1])
-        return a[...], b[...]
-
-    acc = plgpu.ACC((TILE, TILE), jnp.float32)
-    return pl.run_scoped(run, acc, acc)
-
-
-def _back(acc, a, b, weights):
-    """Adds a W1ᵀ + b W2ᵀ to an accumulator."""
-    plgpu = compat.mosaic_gpu()
-    plgpu.wgmma(acc, a, weights.at[0].transpose((1, 0)))
-    plgpu.wgmma(acc, b, weights.at[1].transpose((1, 0)))
-
-
-def _sigmoid(x):
-    return 0.5 * jnp.tanh(0.5 * x) + 0.5  # one instruction, to 5e-4, where 1 / (1 + exp) is ten
-
-
-def _gradients(ks, vs, second, weights, ready, tiles: int):
-    """Σ kᵀ (v ⊙ silu(z)) and Σ kᵀ (v ⊙ a ⊙ silu'(z)) with a = k W1, z = k W2.
-
-    Overwrites the values.
-    """
-    plgpu = compat.mosaic_gpu()
-
-    def run(g1, g2):
-        @pl.loop(0, tiles)
-        def _(i):
-            plgpu.barrier_wait(ready.at[i])
-            value, gate = _two(ks.at[i], weights)  # waits for all products before
-            v = _load(vs.at[i])
-            sigmoid = _sigmoid(gate)
-            slope = sigmoid * (1 + gate * (1 - sigmoid))
-            vs.at[i][...] = (v * gate * sigmoid).astype(jnp.bfloat16)
-            second.at[0][...] = (v * value * slope).astype(jnp.bfloat16)
-            plgpu.commit_smem()
-            turned = ks.at[i].transpose((1, 0))
-            plgpu.wgmma(g1, turned, vs.at[i])
-            plgpu.wgmma(g2, turned, second.at[0])
-
-        return g1[...], g2[...]
-
-    acc = plgpu.ACC((TILE, TILE), jnp.float32)
-    return pl.run_scoped(run, acc, acc)
-
-
-def _move(weight, gradient, scale: float, clip: bool):
-    """The weights after the step; `gradient` is that of −⟨f, v⟩, without sign and scale."""
-    if clip:
-        norm = jnp.sqrt(jnp.sum(gradient * gradient, axis=0))
-        gradient = gradient * _columns(1 / (scale * norm + 1))
-    return weight + scale * gradient
-
-
-def _move_backwards(error, gradient, scale: float, clip: bool):
-    """Gradient with respect to `gradient` of the weights after the step, given theirs."""
-    if not clip:
-        return scale * error
-    norm = jnp.sqrt(jnp.sum(gradient * gradient, axis=0))
-    along = jnp.sum(gradient * error, axis=0) / jnp.maximum(norm, 1e-30)
-    factor = scale / (scale * norm + 1)
-    return _columns(factor) * (error - gradient * _columns(factor * along))
-
-
-def _read_backwards(q, error, spare, weights, d1, d2):
-    """dq of a tile; adds qᵀ da and qᵀ dz to the gradients of the weights read.
-
-    The output is a ⊙ silu(z) with a = q W1, z = q W2. Overwrites the error.
-    """
-    plgpu = compat.mosaic_gpu()
-    value, gate = _two(q, weights)
-    wide = _load(error)
-    sigmoid = _sigmoid(gate)
-    slope = sigmoid * (1 + gate * (1 - sigmoid))
-    error[...] = (wide * gate * sigmoid).astype(jnp.bfloat16)
-    spare[...] = (wide * value * slope).astype(jnp.bfloat16)
-    plgpu.commit_smem()
-
-    def run(dq):
-        _back(dq, error, spare, weights)
-        plgpu.wgmma(d1, q.transpose((1, 0)), error)
-        plgpu.wgmma(d2, q.transpose((1, 0)), spare)
-        return dq[...]
-
-    return pl.run_scoped(run, plgpu.ACC((TILE, TILE), jnp.float32))
-
-
-def _learn_backwards(k, v, spare, weights, errors, d1, d2):
-    """dk and dv of a tile; adds kᵀ da and kᵀ dz to the gradients of the initial weights.
-
-    With a = k W1, z = k W2 the step's gradients are kᵀ r1, kᵀ r2 of r1 = v ⊙ silu(z) and
-    r2 = v ⊙ a ⊙ silu'(z); `errors` are theirs. Overwrites the values.
-    """
-    plgpu = compat.mosaic_gpu()
-    value, gate = _two(k, weights)
-    e1, e2 = _two(k, errors)
-    wide = _load(v)
-    sigmoid = _sigmoid(gate)
-    silu, slope = gate * sigmoid, sigmoid * (1 + gate * (1 - sigmoid))
-    curve = sigmoid * (1 - sigmoid) * (2 + gate * (1 - 2 * sigmoid))
-    v[...] = (wide * silu).astype(jnp.bfloat16)
-    spare[...] = (wide * value * slope).astype(jnp.bfloat16)
-    plgpu.commit_smem()
-
-    def run(dk):
-        _back(dk, v, spare, errors)
-        dv = e1 * silu + e2 * value * slope
-        da = e2 * wide * slope
-        dz = wide * (e1 * slope + e2 * value * curve)
-        plgpu.wgmma_wait(0)
-        v[...] = da.astype(jnp.bfloat16)
-        spare[...] = dz.astype(jnp.bfloat16)
-        plgpu.commit_smem()
-        _back(dk, v, spare, weights)
-        plgpu.wgmma(d1, k.transpose((1, 0)), v)
-        plgpu.wgmma(d2, k.transpose((1, 0)), spare)
-        return dk[...], dv
-
-    return pl.run_scoped(run, plgpu.ACC((TILE, TILE), jnp.float32))
-
-
-def _columns(x):
-    """One value a column, over all rows."""
-    return lax.broadcast_in_dim(x, (TILE, TILE), (1,))

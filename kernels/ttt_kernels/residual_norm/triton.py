@@ -224,14 +224,19 @@ def backward(
     )(*operands)
     made = [y.reshape(like.shape) for y in made]
     dx = made[0] if has_norm else errors[0]
-    totals = jnp.sum(partial_sums, axis=0)
+    dbranch = (made[-1] if writes_branch else dx) if has_branch else None
+    return _gradients(kept, dx, dbranch, jnp.sum(partial_sums, axis=0))
+
+
+def _gradients(kept: _Arrays, dx, dbranch, sums) -> _Arrays:
+    """The result of `backward`; sums: [scale's, bias', branch_bias', as far as there are, ...]."""
 
     def vector(index: int, array):
-        return None if array is None else totals[index].astype(array.dtype)
+        return None if array is None else sums[index].astype(array.dtype)
 
     return _Arrays(
         x=dx,
-        branch=None if not has_branch else made[-1] if writes_branch else dx,
+        branch=dbranch,
         branch_bias=vector(-1, kept.branch_bias),
         factor=None if kept.factor is None else jnp.zeros_like(kept.factor),
         scale=vector(0, kept.scale),
