@@ -113,6 +113,13 @@ def test_newton_schulz_gradient_at_zero_and_rank_one():
         ({"momentum": "sometimes"}, ["momentum='sometimes'"]),
         ({"loss": "dot_product"}, ["loss='dot_product'", "losses.DotProduct()"]),
         ({"fast_net": "linear"}, ["fast_net='linear'"]),
+        ({"chunk_size": 2.5}, ["chunk_size=2.5", "whole number"]),
+        ({"window": "bogus"}, ["window='bogus'", "whole number"]),
+        ({"steps": 1.5}, ["steps=1.5", "whole number"]),
+        ({"orthogonalise": "bogus"}, ["orthogonalise='bogus'", "NewtonSchulz("]),
+        ({"weight_norm": "bogus"}, ["weight_norm='bogus'", "WeightNorm("]),
+        ({"momentum": 1.5}, ["momentum=1.5", "from 0 to 1"]),
+        ({"forget": (0.5, -0.1)}, ["forget=-0.1", "from 0 to 1"]),
     ],
 )
 def test_specification_errors(change, words):
@@ -121,10 +128,33 @@ def test_specification_errors(change, words):
     assert all(word in str(error.value) for word in words), error.value
 
 
+def test_sizes_and_specifications_of_functions_are_checked():
+    spec, key = presets.lact_llm(0, chunk_size=4), jax.random.key(0)
+    for run, word in (
+        (lambda: spec.init(key, heads=0, key_dim=8), "heads=0"),
+        (lambda: spec.init(key, heads=2.5, key_dim=8), "heads=2.5"),
+        (lambda: spec.init(key, heads=2, key_dim=-8), "key_dim=-8"),
+        (lambda: spec.init(key, heads=2, key_dim=8, hidden_dim=0), "hidden_dim=0"),
+        (lambda: presets.atlas(steps=-1), "steps=-1"),
+        (lambda: ttt_jax.explain("lact"), "spec='lact'"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            run()
+
+
 @pytest.mark.parametrize(
     "change,words",
     [
         ({"lr": None}, ["lr is missing", "per_token"]),
+        ({"lr": 0.1}, ["lr is a float", "rate=0.1"]),
+        ({"lr": "wrong"}, ["lr.shape", "4th axis must be 1 or 3"]),
+        ({"momentum": 0.9}, ["momentum is a float", "momentum=0.9"]),
+        ({"momentum": "whole"}, ["momentum.dtype", "floating"]),
+        ({"q": None}, ["q is a NoneType", "array"]),
+        ({"k": [1.0]}, ["k is a list", "array"]),
+        ({"weights": None}, ["weights is a NoneType", "spec.init"]),
+        ({"weights": "whole_weights"}, ["weights['w0'] is int32", "floats"]),
+        ({name: "empty" for name in "qkv"}, ["k.shape=(0,", "no axis may be empty"]),
         ({"forget": "momentum"}, ["forget is given", "per_token"]),
         ({"q": "short"}, ["q.shape", "batch, time and heads"]),
         ({"v": "int"}, ["v.dtype", "floating"]),
@@ -146,6 +176,10 @@ def test_argument_errors(change, words):
         "short": tokens["q"][:, :3],
         "int": tokens["v"].astype(jnp.int32),
         "one": {"w0": weights["w0"]},
+        "wrong": jnp.ones((*tokens["lr"].shape[:3], 2)),
+        "whole": jnp.ones(tokens["momentum"].shape, jnp.int32),
+        "whole_weights": {n: w.astype(jnp.int32) for n, w in weights.items()},
+        "empty": tokens["q"][:0],
     }
     arguments |= {n: special.get(x, x) if isinstance(x, str) else x for n, x in change.items()}
     with pytest.raises(ValueError) as error:
@@ -160,7 +194,7 @@ def test_state_of_another_specification_is_refused():
     longer = dataclasses.replace(spec, chunk_size=8)
     with pytest.raises(ValueError, match="buffer.k.* has shape"):
         cases.run(longer, weights, tokens, None, state)
-    with pytest.raises(ValueError, match="made by another spec"):
+    with pytest.raises(ValueError, match="made by another spec.*spec needs .*norms"):
         cases.run(dataclasses.replace(spec, weight_norm=WeightNorm()), weights, tokens, None, state)
 
 

@@ -1,5 +1,7 @@
 """Argument checks of ``api.ttt``: all of them before anything is computed."""
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 
@@ -11,8 +13,9 @@ def check_arguments(
     spec, weights, q, k, v, lr, momentum, forget, segment_ids, state, erase=None
 ) -> None:
     """Raises ``ValueError`` for the first argument of ``ttt`` that does not fit the others."""
-    if not isinstance(spec, InnerLoop):
-        raise ValueError(f"spec={spec!r}: use an InnerLoop, e.g. ttt_jax.presets.lact_llm()")
+    check_is_spec(spec)
+    arrays = dict(q=q, k=k, v=v, lr=lr, momentum=momentum, forget=forget, segment_ids=segment_ids)
+    _check_arrays(arrays)
     _check_tokens(spec, q, k, v)
     if spec.target == "value_minus_key" and k.shape != v.shape:
         raise ValueError(
@@ -43,6 +46,35 @@ def check_arguments(
         _check_state(spec, state, weights, k, v)
 
 
+def check_is_spec(spec) -> None:
+    """Raises ``ValueError`` where ``spec`` is not an ``InnerLoop``."""
+    if not isinstance(spec, InnerLoop):
+        raise ValueError(f"spec={spec!r}: use an InnerLoop, e.g. ttt_jax.presets.lact_llm()")
+
+
+def _check_arrays(arguments) -> None:
+    """Tokens are arrays, gates arrays of floats or None."""
+    fields = dict(lr="rate", momentum="momentum", forget="forget")
+    for name, x in arguments.items():
+        if x is None and name not in ("q", "k", "v"):
+            continue
+        if not is_array(x):
+            way_out = ""
+            if name in fields and isinstance(x, float | int):
+                way_out = f"; a constant belongs into the specification: {fields[name]}={x!r}"
+            raise ValueError(
+                f"{name} is a {type(x).__name__}: it must be an array that starts with [batch, "
+                f"time{'' if name == 'segment_ids' else ', heads'}]{way_out}"
+            )
+        if name in fields and not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(f"{name}.dtype={x.dtype}: it must be floating; cast it first")
+
+
+def is_array(x) -> bool:
+    """Whether ``x`` has a shape and a dtype."""
+    return hasattr(x, "ndim") and hasattr(x, "dtype")
+
+
 def _check_spans(spec, q, k) -> None:
     """Updates read keys, applications queries (or the keys in their place)."""
     read = "k" if spec.query == "key" else "q"
@@ -71,12 +103,18 @@ def _check_tokens(spec, q, k, v) -> None:
             )
     if q.shape != (k.shape[0], (k if tied else q).shape[1], *k.shape[2:]):
         raise ValueError(f"q.shape={q.shape} but k.shape={k.shape}: queries and keys must agree")
-    if k.shape[1] == 0:
-        raise ValueError(f"k.shape={k.shape}: at least one token is needed")
+    for name, x in (("k", k), ("v", v), ("q", q)):
+        if 0 in x.shape:
+            raise ValueError(f"{name}.shape={x.shape}: no axis may be empty, a token is needed")
 
 
 def _check_weights(spec, weights, k, v) -> None:
     net = spec.fast_net
+    if not isinstance(weights, Mapping):
+        raise ValueError(
+            f"weights is a {type(weights).__name__}: it must map names to arrays; make them with "
+            "spec.init"
+        )
     if set(weights) != set(spec.names):
         raise ValueError(
             f"weights has the names {sorted(weights)}, but {type(net).__name__} needs "
@@ -84,6 +122,9 @@ def _check_weights(spec, weights, k, v) -> None:
         )
     batch, _, heads, key_dim = k.shape
     for name, w in weights.items():
+        if not is_array(w) or not jnp.issubdtype(w.dtype, jnp.floating):
+            found = w.dtype if is_array(w) else type(w).__name__
+            raise ValueError(f"weights[{name!r}] is {found}: it must be an array of floats")
         if w.ndim not in (3, 4) or w.shape[-3] != heads or (w.ndim == 4 and w.shape[0] != batch):
             raise ValueError(
                 f"weights[{name!r}].shape={w.shape}: it must be [heads, in, out] or "
@@ -122,9 +163,10 @@ def _check_gates(spec, weights, k, lr, momentum, forget) -> None:
     trained = {name: weights[name].shape[-2] for name in spec.trained}
     if lr is not None:
         if lr.ndim > 5 or (lr.ndim > 3 and lr.shape[3] not in (1, len(trained))):
+            sizes = " or ".join(map(str, sorted({1, len(trained)})))
             raise ValueError(
-                f"lr.shape={lr.shape}: its 4th axis must be 1 or {len(trained)}, one rate for each "
-                f"of {tuple(trained)}"
+                f"lr.shape={lr.shape}: its 4th axis must be {sizes}, one rate for each of "
+                f"{tuple(trained)}"
             )
         if lr.ndim == 5 and any(width != lr.shape[4] for width in trained.values()):
             raise ValueError(
@@ -173,7 +215,7 @@ def _check_state(spec, state, weights, k, v) -> None:
     if jax.tree.structure(state) != jax.tree.structure(expected):
         raise ValueError(
             "initial_state does not have the parts that spec carries (it was made by another "
-            f"spec): it has {jax.tree.structure(state)}, spec needs {jax.tree.structure(expected)}"
+            f"spec): it has {_parts(state)}, spec needs {_parts(expected)}; start without one"
         )
     paths = jax.tree_util.tree_leaves_with_path(expected)
     for (path, want), have in zip(paths, jax.tree.leaves(state), strict=True):
@@ -183,6 +225,12 @@ def _check_state(spec, state, weights, k, v) -> None:
                 f"initial_state{jax.tree_util.keystr(path)} has shape {have.shape}, but these "
                 f"arguments need {want.shape}"
             )
+
+
+def _parts(state: State) -> str:
+    """The names of what a state holds."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return ", ".join(jax.tree_util.keystr(path).strip(".") for path, _ in leaves)
 
 
 def _shapes(spec, weights, k, v) -> State:

@@ -6,6 +6,7 @@ import dataclasses
 import textwrap
 
 from ttt_jax.inner_loop import kernel, linear_attention, parallel, sequence_parallel_cost
+from ttt_jax.inner_loop.checks import check_is_spec
 from ttt_jax.inner_loop.fast_nets import Linear
 from ttt_jax.inner_loop.losses import DotProduct
 from ttt_jax.inner_loop.spec import InnerLoop
@@ -100,6 +101,9 @@ def explain(spec: InnerLoop) -> Explanation:
     Returns:
       An ``Explanation``; print it.
 
+    Raises:
+      ValueError: ``spec`` is not an ``InnerLoop``.
+
     Source: the paper's Theorem 5.2 (is it linear attention), section 6 (parallel), Table 1 (path).
 
     Example:
@@ -110,6 +114,7 @@ def explain(spec: InnerLoop) -> Explanation:
       >>> [step.removes for step in found.path][:2]
       ['weight norm', 'the hidden layer of the fast network']
     """
+    check_is_spec(spec)
     return Explanation(
         spec,
         tuple(linear_attention.obstacles(spec)),

@@ -1,7 +1,8 @@
 """Parts of an ``InnerLoop`` with settings of their own: orthogonalisation, weight norm, spans."""
 
 import dataclasses
-from typing import Literal
+import numbers
+from typing import Any, Literal
 
 from ttt_kernels.newton_schulz import MUON_COEFFICIENTS
 
@@ -77,3 +78,15 @@ def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     """Raises ``ValueError`` where ``value`` is not in ``allowed``."""
     if value not in allowed:
         raise ValueError(f"{name}={value!r}: use one of {', '.join(map(repr, allowed))}")
+
+
+def whole_number(name: str, value: Any, least: int = 1) -> None:
+    """Raises ``ValueError`` where ``value`` is not a whole number from ``least`` on."""
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name}={value!r}: use a whole number, {least} or more")
+
+
+def fraction(name: str, value: Any) -> None:
+    """Raises ``ValueError`` where ``value`` is not a number from 0 to 1."""
+    if not isinstance(value, numbers.Real) or not 0 <= value <= 1:
+        raise ValueError(f"{name}={value!r}: use a number from 0 to 1")

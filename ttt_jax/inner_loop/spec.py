@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from ttt_jax.inner_loop.fast_nets import FastNet, Linear
 from ttt_jax.inner_loop.losses import DotProduct, Loss
-from ttt_jax.inner_loop.parts import NewtonSchulz, Span, WeightNorm
+from ttt_jax.inner_loop.parts import NewtonSchulz, Span, WeightNorm, whole_number
 from ttt_jax.inner_loop.spec_checks import check_spec
 
 __all__ = ["InnerLoop", "NewtonSchulz", "Span", "WeightNorm"]
@@ -137,12 +137,19 @@ class InnerLoop:
           name to ``[heads, in, out]``, float32. ``"position_rate"``, where ``order`` uses it,
           starts at ``1 / (i + 1)`` for position ``i`` of a chunk.
 
+        Raises:
+          ValueError: a size is not a whole number from 1 on.
+
         Example:
           >>> weights = InnerLoop().init(jax.random.key(0), heads=2, key_dim=4)
           >>> weights["w"].shape
           (2, 4, 4)
         """
-        value_dim, hidden_dim = value_dim or key_dim, hidden_dim or key_dim
+        value_dim = key_dim if value_dim is None else value_dim
+        hidden_dim = key_dim if hidden_dim is None else hidden_dim
+        sizes = dict(heads=heads, key_dim=key_dim, value_dim=value_dim, hidden_dim=hidden_dim)
+        for name, size in sizes.items():
+            whole_number(name, size)
         weights = self.fast_net.init(key, heads, key_dim, value_dim, hidden_dim)
         if self.order == "token_causal":
             rate = 1 / jnp.arange(1.0, self.chunk_size + 1)[:, None]

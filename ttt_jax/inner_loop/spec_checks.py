@@ -2,7 +2,14 @@
 
 from ttt_jax.inner_loop.fast_nets import FastNet, Linear, OuterProductNet
 from ttt_jax.inner_loop.losses import Loss
-from ttt_jax.inner_loop.parts import Span, one_of
+from ttt_jax.inner_loop.parts import (
+    NewtonSchulz,
+    Span,
+    WeightNorm,
+    fraction,
+    one_of,
+    whole_number,
+)
 
 ORDERS = ("apply_then_update", "update_then_apply", "token_causal")
 
@@ -23,10 +30,14 @@ def check_spec(spec) -> None:
             f"update='last_layer': {type(spec.fast_net).__name__} has no linear last layer; "
             "use update='all'"
         )
-    if spec.steps < 1:
-        raise ValueError(f"steps={spec.steps}: at least one inner step is needed")
-    if spec.chunk_size is not None and spec.chunk_size < 1:
-        raise ValueError(f"chunk_size={spec.chunk_size}: use a positive number, or None")
+    whole_number("steps", spec.steps)
+    for name in ("chunk_size", "window"):
+        if getattr(spec, name) is not None:  # None: the whole sequence, and the chunk alone
+            whole_number(name, getattr(spec, name))
+    for name, part in (("orthogonalise", NewtonSchulz), ("weight_norm", WeightNorm)):
+        value = getattr(spec, name)
+        if not isinstance(value, part | None):
+            raise ValueError(f"{name}={value!r}: use a {part.__name__}, e.g. {part()!r}, or None")
     _check_order(spec.order, spec.chunk_size)
     _check_gates(spec)
     _check_window(spec)
@@ -53,6 +64,9 @@ def _check_gates(spec) -> None:
         value = getattr(spec, name)
         if isinstance(value, str):
             one_of(name, value, ("per_token",))
+        elif name in ("momentum", "forget") and value is not None:
+            for number in value if isinstance(value, tuple) else (value,):
+                fraction(name, number)
     if spec.forget_first and spec.forget is None:
         raise ValueError("forget_first=True with forget=None: nothing is forgotten; set forget")
     if spec.forget_first and spec.gradient_at == "start":

@@ -2,6 +2,7 @@
 
 from ttt_jax.inner_loop.fast_nets import MLP, Linear, Polynomial
 from ttt_jax.inner_loop.losses import Squared
+from ttt_jax.inner_loop.parts import whole_number
 from ttt_jax.inner_loop.spec import InnerLoop, NewtonSchulz
 from ttt_kernels.newton_schulz import MUON_COEFFICIENTS
 
@@ -59,7 +60,10 @@ def atlas(
       chunk_size: tokens an update.
       degree: degree of the polynomial features, at least 1.
       depth: layers of the memory.
-      steps: Newton-Schulz iterations.
+      steps: Newton-Schulz iterations; 0 only normalises.
+
+    Raises:
+      ValueError: a number is out of its range.
 
     Source: Behrouz et al., *Atlas* (arXiv 2505.23735), sections 3 and 5.
 
@@ -67,6 +71,7 @@ def atlas(
       >>> atlas(window=4).window
       4
     """
+    whole_number("steps", steps, least=0)
     return InnerLoop(
         fast_net=Polynomial(net=MLP(depth=depth), degree=degree),
         loss=Squared(),
