@@ -11,7 +11,7 @@ import pathlib
 
 from absl import flags
 
-from ttt_jax import programs, tables
+from ttt_jax import programs, tables, workdirs
 from ttt_jax.benchmark import common, suites
 from ttt_jax.benchmark.plot import plot
 
@@ -42,6 +42,8 @@ def main() -> None:
         size=size, seconds=_SECONDS.value, batches=_BATCHES.value, kernel_times=_KERNELS.value,
         backward=_BACKWARD.value, variants=tuple(int(v) for v in _VARIANTS.value),
     )
+    if _OUT.value:
+        workdirs.check_output("out", _OUT.value)
     kernels: list[tables.Row] = []
 
     def report(row, timing):

@@ -2,7 +2,8 @@
 
     python launch/compile_check.py --config=configs/lact_llm.py:760m --topology=v5e:4x4 \\
         --mesh=fsdp:16
-    python launch/compile_check.py --config=configs/lact_llm.py:tiny --topology=cpu:8
+    python launch/compile_check.py --config=configs/lact_llm.py:tiny --topology=cpu:8 \\
+        --mesh=data:2,seq:4
 
 Fields of the configuration are overridden as in training, --config.part.field=value. The exit code
 is 1 where the program does not fit.

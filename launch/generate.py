@@ -10,7 +10,7 @@ from absl import flags
 from ttt_jax import programs
 from ttt_jax.checkpoint import load_model
 from ttt_jax.data.tokenizers import load_tokenizer
-from ttt_jax.generate import Sampling, generate_text
+from ttt_jax.generate import Sampling, check_text_run, generate_text
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "folder of the training run", required=True)
 _STEP = flags.DEFINE_integer("step", None, "step of the checkpoint; the newest by default")
@@ -25,6 +25,7 @@ _SEED = flags.DEFINE_integer("seed", 0, "seed of the random numbers")
 def main() -> None:
     """Prints each prompt with its continuation, then the throughput."""
     sampling = Sampling(temperature=_TEMPERATURE.value, top_k=_TOP_K.value, top_p=_TOP_P.value)
+    check_text_run(_WORKDIR.value)
     config, model, step = load_model(_WORKDIR.value, _STEP.value)
     texts, result = generate_text(
         model,

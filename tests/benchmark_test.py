@@ -119,6 +119,7 @@ def test_program_runs_and_refuses_an_unknown_suite(tmp_path):
                           capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "8x32^2" in done.stdout and (tmp_path / "newton_schulz.csv").exists()
-    done = subprocess.run([*command, "--suite=nothing"], capture_output=True, text=True,
-                          timeout=240)
-    assert done.returncode == 1 and "--suite=['nothing'] must be among" in done.stderr
+    for flag, message in (("--suite=nothing", "--suite=['nothing'] must be among"),
+                          ("--out=/proc/none", "out='/proc/none' cannot be written to")):
+        done = subprocess.run([*command, flag], capture_output=True, text=True, timeout=240)
+        assert done.returncode == 1 and message in done.stderr

@@ -150,8 +150,9 @@ def test_flags_override_any_field():
 @pytest.mark.parametrize(
     "flag, message",
     [
-        ("--config.train.stepz=7", "stepz"),
-        ("--config.nothing.steps=7", "nothing"),
+        ("--config.train.stepz=7", "config.train.stepz does not exist: config.train has steps, "),
+        ("--noconfig.nothing.steps", "config.nothing does not exist: config has model, data, "),
+        ("--config.data.pack.x=7", "config.data.pack.x does not exist: config.data.pack is True"),
         ("--config.train.steps=many", "config.train.steps=many"),
     ],
 )

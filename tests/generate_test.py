@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from tests.models.small import forward, lact_config, small_model, tokens, transformer_config
+from ttt_jax import config_files, workdirs
 from ttt_jax import generate as generate_module
-from ttt_jax.generate import Sampling, generate, generate_text, sample
+from ttt_jax.generate import Sampling, check_text_run, generate, generate_text, sample
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -135,3 +136,15 @@ def test_refusals_come_before_any_work():
     for arguments in (dict(temperature=-1.0), dict(top_k=-1), dict(top_p=1.5)):
         with pytest.raises(ValueError, match=next(iter(arguments))):
             Sampling(**arguments)
+
+
+def test_a_run_of_images_or_views_is_refused_before_it_is_loaded(tmp_path):
+    for name, kinds in {
+        "vittt:tiny": "ViTTTConfig trained on ImageConfig",
+        "lact_nvs:tiny": "LactNVSConfig trained on ViewsConfig",
+    }.items():
+        workdirs.write_config(tmp_path, config_files.load(name))
+        with pytest.raises(ValueError, match=f"{kinds}, and only text .*--pictures=FOLDER"):
+            check_text_run(tmp_path)
+    workdirs.write_config(tmp_path, config_files.load("lact_llm:tiny"))
+    check_text_run(tmp_path)

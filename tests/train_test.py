@@ -185,11 +185,13 @@ def test_fields_that_change_no_update_may_differ(finished, text, capsys):
 
 
 @pytest.mark.parametrize("place", ["file", "under a file", "/proc/none"])
-def test_an_unwritable_workdir_is_refused(place, text, tmp_path):
+def test_an_unwritable_folder_is_refused(place, text, tmp_path):
     (tmp_path / "file").write_text("")
     workdir = {"file": tmp_path / "file", "under a file": tmp_path / "file" / "x"}.get(place, place)
     with pytest.raises(checkpoint.CheckpointError, match="cannot be written to"):
         train.main(tiny_config(text), workdir)
+    with pytest.raises(ValueError, match="cannot be written to .*; give another --pictures"):
+        evaluate.evaluate_workdir(tmp_path, pictures=workdir)
 
 
 def test_an_address_is_no_workdir(text, tmp_path, monkeypatch):
@@ -256,12 +258,25 @@ def test_too_many_non_finite_steps_end_the_run(text, tmp_path, monkeypatch, caps
     assert not (tmp_path / "evaluation.json").exists()
 
 
-def test_a_vocabulary_that_is_too_small_is_refused(text, tmp_path):
+@pytest.mark.parametrize(
+    "part, field, value, message",
+    [
+        ("model", "vocab_size", 200, "vocab_size=200 is too small"),
+        ("data", "source", "/no/such/text", "source='/no/such/text': no such file"),
+        ("mesh", "model", 1000, "model=1000"),
+    ],
+)
+def test_what_fails_before_the_first_step_leaves_no_folder(
+    part, field, value, message, text, tmp_path
+):
     config = tiny_config(text)
-    config.model.vocab_size = 200
-    with pytest.raises(ValueError, match="vocab_size=200 is too small"):
-        train.main(config, tmp_path)
+    setattr(getattr(config, part), field, value)
+    with pytest.raises(ValueError, match=message):
+        train.main(config, tmp_path / "run")
     assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match=message):
+        train.main(config, tmp_path)
+    assert tmp_path.is_dir()  # it was there before
 
 
 def test_evaluation_in_between_does_not_move_the_training(finished, text, tmp_path):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import pathlib
-import pydoc
 import re
 import runpy
 import sys
@@ -50,10 +49,11 @@ def resolve(value: str) -> str:
 def resolve_flags(argv: Sequence[str]) -> list[str]:
     """Applies `resolve` to the ``--config`` flag of a command line, in both of its spellings.
 
-    The file is run once here, so that its errors are `load`'s.
+    The file is run once here, so that its errors are `load`'s, and the fields that other flags
+    name (``--config.train.steps=7``) are looked up in what it returns.
 
     Raises:
-      ValueError: as of `load`.
+      ValueError: as of `load`, or a field does not exist.
 
     >>> resolve_flags(["prog", "--workdir=x"])
     ['prog', '--workdir=x']
@@ -68,8 +68,21 @@ def resolve_flags(argv: Sequence[str]) -> list[str]:
             out[index + 1] = resolve(value)
         else:
             continue
-        load(value)
+        config = load(value)
+        for field in re.findall(r"^--?(?:no)?(config\.[\w.]+)", "\n".join(argv), re.MULTILINE):
+            _check_field(config, field)
     return out
+
+
+def _check_field(config: Config, dotted: str) -> None:
+    """Raises ValueError unless there is such a field, for example "config.train.steps"."""
+    part, path = config, "config"
+    for name in dotted.split(".")[1:]:
+        names = [f.name for f in dataclasses.fields(part)] if dataclasses.is_dataclass(part) else []
+        if name not in names:
+            known = f"has {', '.join(names)}" if names else f"is {part!r}"
+            raise ValueError(f"{path}.{name} does not exist: {path} {known}")
+        part, path = getattr(part, name), f"{path}.{name}"
 
 
 def load(value: str) -> Any:
@@ -120,16 +133,7 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
         text = " ".join(re.sub(missing, r"--\1 is missing,", str(error)).split())
         sys.exit(f"error: {text.rstrip('.,')}; --help lists the flags")
     except (KeyError, ValueError, AttributeError) as error:
-        sys.exit(f"error: {_with_fields(str(error.args[0]))}")
+        sys.exit(f"error: {error.args[0]}")
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)
     return rest
-
-
-def _with_fields(message: str) -> str:
-    """Adds what fields there are to a message that names the class that lacks one."""
-    named = re.search(r"<class '([\w.]+)'>", message)
-    found = pydoc.locate(named[1]) if named else None
-    if not dataclasses.is_dataclass(found):
-        return message
-    return f"{message}; its fields are {', '.join(f.name for f in dataclasses.fields(found))}"

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from ttt_jax import sharding
+from ttt_jax import sharding, workdirs
 from ttt_jax.checkpoint import load_arrays
 from ttt_jax.metrics import note
 from ttt_jax.tasks import Result, make_task
@@ -67,8 +67,11 @@ def evaluate_workdir(
 
     Raises:
       CheckpointError: there is no run, or no readable checkpoint, in `workdir`.
-      ValueError: the data cannot be read, or its held-out split is empty.
+      ValueError: the data cannot be read, its held-out split is empty, or `pictures` cannot be
+        written to.
     """
+    if pictures is not None:
+        workdirs.check_output("pictures", pictures)
     loaded = load_arrays(workdir, step)
     if source is not None:
         loaded.config.data.source = source

@@ -6,12 +6,16 @@ prompt, and the time and memory of a token do not depend on how many came before
 
 import dataclasses
 import functools
+import os
 import time
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from ttt_jax import workdirs
+from ttt_jax.config import DataConfig
 
 # Prompts are padded to a multiple of this, so that similar lengths share one compilation.
 _PROMPT_MULTIPLE = 64
@@ -269,6 +273,26 @@ def generate_text(
         vocab_size=tokenizer.vocab_size,
     )
     return [tokenizer.decode(row) for row in result.tokens], result
+
+
+def check_text_run(workdir: str | os.PathLike[str]) -> None:
+    """Checks, before a model is loaded, that the run in `workdir` is one of text.
+
+    Args:
+      workdir: the run's folder; one without a run is left to what loads it.
+
+    Raises:
+      ValueError: the run is one of images or views.
+
+    >>> check_text_run("/no/such/folder")
+    """
+    config = workdirs.read_config(workdir)
+    if config is not None and not isinstance(config.data, DataConfig):
+        raise ValueError(
+            f"workdir={str(workdir)!r} holds a {type(config.model).__name__} trained on "
+            f"{type(config.data).__name__}, and only text can be sampled; "
+            "launch/evaluate.py --pictures=FOLDER draws what it predicts"
+        )
 
 
 def _check_prompts(prompts, max_new_tokens, config):

@@ -1,9 +1,10 @@
-"""The folder of a run: config.json, and whether a run may start or go on in it.
+"""The folder of a run: config.json, and whether a run may start or go on in it; other outputs.
 
 Layout: ``config.json`` (the run's configuration), ``checkpoints/`` and ``broken/`` (see
 `ttt_jax.checkpoint`), ``metrics.jsonl``, ``evaluation.json``, pictures.
 """
 
+import contextlib
 import logging
 import os
 import pathlib
@@ -48,7 +49,7 @@ def read_config(workdir: str | os.PathLike[str]) -> Any:
 
 
 def check_workdir(workdir: str | os.PathLike[str], config: Any) -> None:
-    """Checks that a run of `config` may start or go on in `workdir`; creates the folder.
+    """Checks that a run of `config` may start or go on in `workdir`; makes no folder that stays.
 
     Raises:
       CheckpointError: the folder is an address, cannot be written to, or holds a run of another
@@ -88,25 +89,62 @@ def check_workdir(workdir: str | os.PathLike[str], config: Any) -> None:
         )
 
 
-def _sharing_problem(folder: pathlib.Path) -> str | None:
-    """Makes the folder; says why it cannot be written to, or is not the first process's folder."""
-    mark = folder / f".run-{int(processes.largest(os.getpid() if processes.is_first() else 0))}"
-    problem = None
+def check_output(name: str, folder: str | os.PathLike[str]) -> None:
+    """Checks before the work that its results can be written; makes no folder that stays.
+
+    Args:
+      name: of the flag or argument that gave the folder.
+      folder: where files will be written; need not be there.
+
+    Raises:
+      ValueError: the folder cannot be made or written to.
+
+    >>> check_output("out", "/dev/null")
+    Traceback (most recent call last):
+    ...
+    ValueError: out='/dev/null' cannot be written to ([Errno 17] File exists: '/dev/null'); give \
+another --out
+    """
+    new = not os.path.exists(folder)
+    problem = _writing_problem(pathlib.Path(folder))
+    if new:
+        _remove_empty(pathlib.Path(folder))
+    if problem is not None:
+        raise ValueError(f"{name}={str(folder)!r} {problem}; give another --{name}")
+
+
+def _remove_empty(folder: pathlib.Path) -> None:
+    with contextlib.suppress(OSError):  # it was not made, or something is in it
+        folder.rmdir()
+
+
+def _writing_problem(folder: pathlib.Path) -> str | None:
+    """Makes the folder and a file in it, which is removed; says why that cannot be done."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".writable-{jax.process_index()}"
         probe.write_text("")
         probe.unlink()
-        if processes.is_first():
-            mark.write_text("")
     except OSError as error:
-        problem = f"cannot be written to ({error})"
+        return f"cannot be written to ({error})"
+    return None
+
+
+def _sharing_problem(folder: pathlib.Path) -> str | None:
+    """Says why a folder cannot be written to, or is not the first process's folder."""
+    new = processes.all_true(not os.path.exists(folder))  # all look before one of them makes it
+    mark = folder / f".run-{int(processes.largest(os.getpid() if processes.is_first() else 0))}"
+    problem = _writing_problem(folder)
+    if problem is None and processes.is_first():
+        mark.write_text("")
     processes.all_true(True)  # the others wait for the mark
     if problem is None and not mark.exists():
         problem = "is another folder here than for the first process, and all must share one"
     processes.all_true(True)  # and it waits for them
     if processes.is_first() and mark.exists():
         mark.unlink()
+    if new:  # whoever writes first makes it again, after the caller's question to all
+        _remove_empty(folder)
     return problem
 
 

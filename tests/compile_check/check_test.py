@@ -164,6 +164,7 @@ def test_a_missing_libtpu_is_named_with_what_to_install(monkeypatch):
         (dict(topology_name="cpu:8", step="sing"), "must be one of"),
         (dict(topology_name="cpu:8", mesh="data:2,rows:4"), "'rows:4' must be AXIS:SIZE"),
         (dict(topology_name="cpu:8", mesh="data:2,data:4"), "each axis once"),
+        (dict(topology_name="cpu:8", output="/proc/none"), "output='/proc/none' cannot be written"),
     ],
 )
 def test_refusals_come_before_the_process(arguments, message, monkeypatch):

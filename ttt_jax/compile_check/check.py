@@ -16,7 +16,7 @@ import tempfile
 from typing import Any
 
 from ttt_jax import config as config_lib
-from ttt_jax import tables
+from ttt_jax import tables, workdirs
 from ttt_jax.compile_check import topology
 from ttt_jax.compile_check.child import Request
 from ttt_jax.compile_check.program import STEPS
@@ -70,7 +70,8 @@ def main(
       The exit code, see the head of this module.
 
     Raises:
-      ValueError: an argument breaks a rule, or libtpu is missing and what to install.
+      ValueError: an argument breaks a rule, `output` cannot be written to, or libtpu is missing
+        and what to install.
     """
     target = topology.parse(topology_name)
     if step not in STEPS:
@@ -78,6 +79,8 @@ def main(
     if mesh is not None:
         config = dataclasses.replace(config, mesh=parse_mesh(mesh))
     config.validate()
+    if output is not None:
+        workdirs.check_output("output", output)
     request = Request(config=config_lib.to_json(config), topology=topology_name, step=step)
     report = run_child(request, target.environment())
     if "error" in report:
