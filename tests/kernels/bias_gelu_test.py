@@ -75,6 +75,8 @@ def test_the_kernels_lower():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (dict(x=[1.0]), "x=\\[1.0\\] must be an array"),
+        (dict(bias=jnp.ones(6, int)), "bias has dtype int32; it must be a float"),
         (dict(x=jnp.ones(6)), "x has shape \\(6,\\)"),
         (dict(bias=jnp.ones(5)), "bias has shape \\(5,\\); it must be \\(6,\\)"),
         (dict(implementation="cuda"), "implementation='cuda' is unknown"),

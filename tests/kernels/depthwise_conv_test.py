@@ -100,6 +100,7 @@ def test_the_kernels_lower_and_keep_the_input_and_the_taps_alone():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (dict(kernel=None), "kernel=None must be an array"),
         (dict(x=jnp.ones((2, 3, 4))), "x has shape \\(2, 3, 4\\)"),
         (dict(kernel=jnp.ones((3, 3, 4))), "kernel has shape \\(3, 3, 4\\)"),
         (dict(bias=jnp.ones(3)), "bias has shape \\(3,\\)"),

@@ -287,6 +287,10 @@ def test_bad_arguments_are_named():
         fast_weight_gradients(weights, k, error, x["rates"], trained="last")
     with pytest.raises(ValueError, match="error"):
         fast_weight_gradients(weights, k, error[:, :, :3])
+    with pytest.raises(ValueError, match="error has dtype int32; it must be a float"):
+        fast_weight_gradients(weights, k, error.astype(int))
+    with pytest.raises(ValueError, match=r"weights\['w1'\]=None must be an array"):
+        fast_weight_apply(dict(weights, w1=None), x["q"])
     with pytest.raises(ValueError, match="implementation='cuda'"):
         fast_weight_apply(weights, x["q"], implementation="cuda")
     x_by_token = jnp.swapaxes(x["q"], 1, 2)

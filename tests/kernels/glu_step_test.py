@@ -168,6 +168,7 @@ def test_the_kernels_lower_and_keep_the_inputs_alone():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (dict(k=None), "k=None must be an array"),
         (dict(q=jnp.ones((1, 3, 2, 8))), "they must be equal"),
         (dict(v=jnp.ones((1, 4, 2, 8), jnp.bfloat16)), "they must be one floating dtype"),
         (dict(weights={"w1": jnp.ones((2, 8, 8))}), "weights\\['w2'\\] has shape None"),

@@ -101,6 +101,8 @@ def test_the_kernels_lower():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (dict(x=None), "x=None must be an array"),
+        (dict(factor=0.5), "factor=0.5 must be an array"),
         (dict(x=jnp.ones(6)), "x has shape \\(6,\\)"),
         (dict(branch=jnp.ones((3, 2, 4, 5))), "branch has shape \\(3, 2, 4, 5\\)"),
         (dict(branch=None), "branch is None, so"),

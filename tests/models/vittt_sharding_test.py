@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import jax.numpy as jnp
-import pytest
 
 from tests.tiny_run import program_environment
 from tests.tolerances import tolerance
@@ -15,7 +14,6 @@ from tests.tolerances import tolerance
 _ROOT = pathlib.Path(__file__).parent.parent.parent
 
 
-@pytest.mark.exhaustive
 def test_a_batch_that_is_cut_is_never_gathered():
     """No all-gather in the gradient's program; a device holds about an eighth of one's memory."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"

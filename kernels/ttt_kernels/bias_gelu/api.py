@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 import jax
-import jax.numpy as jnp
 
 from ttt_kernels import compat
+from ttt_kernels.arguments import check_array
 from ttt_kernels.bias_gelu import triton, xla
 from ttt_kernels.choice import xla_or_hopper
 
@@ -41,11 +41,10 @@ def bias_gelu(
     >>> [round(float(value), 4) for value in y[0]]
     [-0.1587, 0.8413]
     """
-    if x.ndim != 2 or 0 in x.shape or not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(
-            f"x has shape {x.shape} and dtype {x.dtype}; it must be floats [rows, features], no "
-            "axis empty"
-        )
+    check_array("x", x)
+    check_array("bias", bias)
+    if x.ndim != 2 or 0 in x.shape:
+        raise ValueError(f"x has shape {x.shape}; it must be [rows, features], no axis empty")
     if bias.shape != x.shape[1:]:
         raise ValueError(f"bias has shape {bias.shape}; it must be {x.shape[1:]} to match x")
     problem = triton.unsupported(x) or compat.triton_problem()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 import jax
-import jax.numpy as jnp
 
 from ttt_kernels import compat
+from ttt_kernels.arguments import check_array
 from ttt_kernels.choice import xla_or_hopper
 from ttt_kernels.depthwise_conv import mosaic_gpu, xla
 
@@ -49,10 +49,11 @@ def depthwise_conv(
     >>> depthwise_conv(image, jnp.ones((9, 1)), jnp.ones(1)).ravel().tolist()
     [11.0, 11.0, 11.0, 11.0]
     """
-    if x.ndim != 4 or 0 in x.shape or not jnp.issubdtype(x.dtype, jnp.floating):
+    check_array("x", x)
+    check_array("kernel", kernel)
+    if x.ndim != 4 or 0 in x.shape:
         raise ValueError(
-            f"x has shape {x.shape} and dtype {x.dtype}; it must be floats [batch, height, width, "
-            "channels], no axis empty"
+            f"x has shape {x.shape}; it must be [batch, height, width, channels], no axis empty"
         )
     channels = x.shape[-1]
     for name, array, shape in (("kernel", kernel, (9, channels)), ("bias", bias, (channels,))):

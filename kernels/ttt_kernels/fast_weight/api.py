@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ttt_kernels import compat
+from ttt_kernels.arguments import check_array
 from ttt_kernels.fast_weight import mosaic_gpu, mosaic_tpu, reference, xla
 
 NAMES = ("w0", "w1", "w2")
@@ -146,6 +147,8 @@ def fast_weight_gradients(
     """
     if trained not in ("all", "last"):
         raise ValueError(f"trained={trained!r} must be 'all' or 'last'")
+    check_array("k", k)
+    check_array("error", error)
     dtype = jnp.result_type(k, error)
     if k.ndim != 4 or error.shape[:-1] != k.shape[:-1] or error.ndim != 4:
         raise ValueError(
@@ -175,17 +178,16 @@ def fast_weight_gradients(
 
 
 def _check_tokens(x: jax.Array, name: str, axes: str) -> None:
-    if x.ndim != 4 or 0 in x.shape or not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(
-            f"{name} has shape {x.shape} and dtype {x.dtype}; it must be floats {axes}, no axis "
-            "empty"
-        )
+    check_array(name, x)
+    if x.ndim != 4 or 0 in x.shape:
+        raise ValueError(f"{name} has shape {x.shape}; it must be {axes}, no axis empty")
 
 
 def _check_weight(weights, name: str, batch: int, heads: int, sizes) -> jax.Array:
     if name not in weights:
         raise ValueError(f"weights has no {name!r}; it must hold w0, w2 and, where used, w1")
     w = weights[name]
+    check_array(f"weights[{name!r}]", w)
     if w.shape not in ((1, heads, *sizes), (batch, heads, *sizes)):
         raise ValueError(
             f"weights[{name!r}] has shape {w.shape}; it must be {(batch, heads, *sizes)} = "
@@ -200,6 +202,8 @@ def _check_weights(weights, x: jax.Array, name: str) -> list[jax.Array]:
     missing = [n for n in NAMES if n not in weights]
     if missing:
         raise ValueError(f"weights has no {missing}; it must hold {list(NAMES)}")
+    for n in NAMES:
+        check_array(f"weights[{n!r}]", weights[n])
     batch, heads, _, key_dim = x.shape
     hidden, value_dim = weights["w0"].shape[-1], weights["w1"].shape[-1]
     shapes = ((key_dim, hidden), (hidden, value_dim), (key_dim, hidden))

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ttt_kernels import compat
+from ttt_kernels.arguments import check_array
 from ttt_kernels.choice import xla_or_hopper
 from ttt_kernels.glu_step import mosaic_gpu, xla
 
@@ -115,12 +116,14 @@ def _wide(weights, q) -> list[jax.Array]:
 
 def _check(weights, q, k, v, others: bool) -> None:
     """Raises ValueError unless shapes and dtypes suit; with `others`, q may have more heads."""
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        check_array(name, array)
     if q.ndim != 4 or 0 in q.shape or not q.shape == k.shape == v.shape:
         raise ValueError(
             f"q, k and v have the shapes {q.shape}, {k.shape} and {v.shape}; they must be equal, "
             "[batch, tokens, heads, dim], and no axis empty"
         )
-    if not q.dtype == k.dtype == v.dtype or not jnp.issubdtype(q.dtype, jnp.floating):
+    if not q.dtype == k.dtype == v.dtype:
         raise ValueError(
             f"q, k and v have the dtypes {q.dtype}, {k.dtype} and {v.dtype}; they must be one "
             "floating dtype"

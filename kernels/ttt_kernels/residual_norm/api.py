@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 import jax
-import jax.numpy as jnp
 
 from ttt_kernels import compat
+from ttt_kernels.arguments import check_array
 from ttt_kernels.choice import xla_or_hopper
 from ttt_kernels.residual_norm import triton, xla
 
@@ -97,11 +97,12 @@ def add_branch(
 
 
 def _check(x, branch, branch_bias, factor) -> None:
-    if x.ndim < 2 or 0 in x.shape or not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(
-            f"x has shape {x.shape} and dtype {x.dtype}; it must be floats [batch, ..., features], "
-            "no axis empty"
-        )
+    check_array("x", x)
+    for name, array in (("branch", branch), ("factor", factor)):
+        if array is not None:
+            check_array(name, array)
+    if x.ndim < 2 or 0 in x.shape:
+        raise ValueError(f"x has shape {x.shape}; it must be [batch, ..., features], no axis empty")
     if branch is None and (branch_bias is not None or factor is not None):
         raise ValueError("branch is None, so branch_bias and factor must be None too")
     if branch is not None and (branch.shape, branch.dtype) != (x.shape, x.dtype):
@@ -116,6 +117,7 @@ def _check(x, branch, branch_bias, factor) -> None:
 
 
 def _check_vector(name: str, array, x) -> None:
+    check_array(name, array)
     if array.shape != x.shape[-1:]:
         raise ValueError(f"{name} has shape {array.shape}; it must be {x.shape[-1:]} to match x")
 
