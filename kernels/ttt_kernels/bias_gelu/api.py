@@ -37,6 +37,7 @@ def bias_gelu(
 
     Source: Hendrycks & Gimpel 2016, arXiv 1606.08415.
 
+    >>> import jax.numpy as jnp
     >>> y = bias_gelu(jnp.array([[-1.0, 0.0]]), jnp.array([0.0, 1.0]))
     >>> [round(float(value), 4) for value in y[0]]
     [-0.1587, 0.8413]

@@ -45,6 +45,7 @@ def depthwise_conv(
       ValueError: an argument of the wrong shape, dtype or value.
       NotImplementedError: the named implementation cannot run these arguments here.
 
+    >>> import jax.numpy as jnp
     >>> image = jnp.arange(1.0, 5.0).reshape(1, 2, 2, 1)
     >>> depthwise_conv(image, jnp.ones((9, 1)), jnp.ones(1)).ravel().tolist()
     [11.0, 11.0, 11.0, 11.0]

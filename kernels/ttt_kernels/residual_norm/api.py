@@ -55,6 +55,7 @@ def residual_norm(
 
     Sources: Ba et al. 2016 (arXiv 1607.06450), eq. 4; Huang et al. 2016 (arXiv 1603.09382), eq. 2.
 
+    >>> import jax.numpy as jnp
     >>> x, one = jnp.array([[1.0, 2.0]]), jnp.ones(2)
     >>> s, y = residual_norm(x, x, one, jnp.array([0.5]), one, 0 * one, epsilon=0.0)
     >>> s.tolist(), y.round(3).tolist()
@@ -86,6 +87,7 @@ def add_branch(
     Raises:
       ValueError, NotImplementedError: as `residual_norm`.
 
+    >>> import jax.numpy as jnp
     >>> x = jnp.array([[1.0, 2.0]])
     >>> add_branch(x, x, jnp.ones(2), None).tolist()
     [[3.0, 5.0]]
