@@ -296,6 +296,8 @@ def test_bad_arguments_are_named():
     x_by_token = jnp.swapaxes(x["q"], 1, 2)
     with pytest.raises(ValueError, match=r"rates has shape .* = \[batch, time, heads\]"):
         fast_weight_hidden(weights, x_by_token, x["rates"])
+    with pytest.raises(ValueError, match=r"weights\['w0'\]=None must be an array"):
+        fast_weight_hidden(dict(weights, w0=None), x_by_token)
     with pytest.raises(ValueError, match="weights has no 'w2'"):
         fast_weight_hidden({"w0": weights["w0"]}, x_by_token)
     with pytest.raises(ValueError, match="implementation='mosaic_tpu' must be one of"):

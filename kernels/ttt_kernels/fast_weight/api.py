@@ -96,6 +96,7 @@ def fast_weight_hidden(
     """
     _check_tokens(x, "x", "[batch, time, heads, key_dim]")
     batch, _, heads, key_dim = x.shape
+    _check_arrays(weights, ("w0", "w2"))
     sizes = (key_dim, weights["w0"].shape[-1]) if "w0" in weights else (key_dim, 0)
     w0, w2 = (_check_weight(weights, n, batch, heads, sizes).astype(x.dtype) for n in ("w0", "w2"))
     if rates is not None and rates.shape != x.shape[:3]:
@@ -183,11 +184,17 @@ def _check_tokens(x: jax.Array, name: str, axes: str) -> None:
         raise ValueError(f"{name} has shape {x.shape}; it must be {axes}, no axis empty")
 
 
+def _check_arrays(weights, names) -> None:
+    """Those of the named matrices that there are must be arrays; their shapes are read next."""
+    for name in names:
+        if name in weights:
+            check_array(f"weights[{name!r}]", weights[name])
+
+
 def _check_weight(weights, name: str, batch: int, heads: int, sizes) -> jax.Array:
     if name not in weights:
         raise ValueError(f"weights has no {name!r}; it must hold w0, w2 and, where used, w1")
     w = weights[name]
-    check_array(f"weights[{name!r}]", w)
     if w.shape not in ((1, heads, *sizes), (batch, heads, *sizes)):
         raise ValueError(
             f"weights[{name!r}] has shape {w.shape}; it must be {(batch, heads, *sizes)} = "
@@ -202,8 +209,7 @@ def _check_weights(weights, x: jax.Array, name: str) -> list[jax.Array]:
     missing = [n for n in NAMES if n not in weights]
     if missing:
         raise ValueError(f"weights has no {missing}; it must hold {list(NAMES)}")
-    for n in NAMES:
-        check_array(f"weights[{n!r}]", weights[n])
+    _check_arrays(weights, NAMES)
     batch, heads, _, key_dim = x.shape
     hidden, value_dim = weights["w0"].shape[-1], weights["w1"].shape[-1]
     shapes = ((key_dim, hidden), (hidden, value_dim), (key_dim, hidden))

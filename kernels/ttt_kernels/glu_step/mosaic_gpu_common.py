@@ -143,7 +143,8 @@ def _back(acc, a, b, weights):
 
 
 def logistic(x):
-    return 0.5 * jnp.tanh(0.5 * x) + 0.5  # one instruction, to 5e-4, where 1 / (1 + exp) is ten
+    """σ(x) = (tanh(x / 2) + 1) / 2: one instruction, to 5e-4, where 1 / (1 + exp(-x)) is ten."""
+    return 0.5 * jnp.tanh(0.5 * x) + 0.5
 
 
 def gradients(ks, vs, second, weights, ready, tiles: int):
