@@ -31,13 +31,10 @@ def mosaic_gpu():
         module = importlib.import_module("jax.experimental.pallas.mosaic_gpu")
     except ImportError as error:
         raise NotImplementedError(
-            f"jax {jax.__version__} has no Pallas Mosaic GPU backend ({error}); "
-            "implementation='xla' runs everywhere"
+            f"jax {jax.__version__} has no Pallas Mosaic GPU backend ({error})"
         ) from error
     if not hasattr(module, "kernel"):
-        raise NotImplementedError(
-            f"jax {jax.__version__} has no plgpu.kernel; implementation='xla' runs everywhere"
-        )
+        raise NotImplementedError(f"jax {jax.__version__} has no plgpu.kernel")
     return module
 
 
@@ -87,14 +84,15 @@ def target_platform() -> str:
 
 
 def hopper_problem() -> str | None:
-    """Why the Mosaic GPU kernels cannot run on the default device, or None when they can.
+    """Why the Mosaic GPU kernels cannot run in the program being traced, or None when they can.
 
-    Under a mesh of several devices they need a `jax.shard_map(..., check_vma=False)` around the
-    call: a plain jit would gather their inputs on every device.
+    They need a program for a Hopper GPU, and where the ambient mesh has several devices a
+    `jax.shard_map(..., check_vma=False)` around the call: a plain jit would gather their inputs.
     """
+    platform = target_platform()
+    if platform != "gpu":
+        return f"the program is for a {platform.upper()}, not a Hopper GPU (sm90)"
     device = jax.devices()[0]
-    if device.platform != "gpu":
-        return f"the default device is a {device.platform.upper()}, not a Hopper GPU (sm90)"
     capability = getattr(device, "compute_capability", None)
     if capability != "9.0":
         return (
@@ -105,11 +103,6 @@ def hopper_problem() -> str | None:
         mosaic_gpu()
     except NotImplementedError as error:
         return str(error)
-    return _unmapped_axes()
-
-
-def _unmapped_axes() -> str | None:
-    """Says which axes of the ambient mesh XLA, not a `jax.shard_map`, would cut a kernel over."""
     return mesh_problem()
 
 
@@ -186,7 +179,7 @@ def tpu_problem() -> str | None:
     platform = target_platform()
     if platform != "tpu":
         return f"the program is for a {platform.upper()}, not a TPU"
-    return _unmapped_axes()
+    return mesh_problem()
 
 
 def tpu_interpret_params(detect_races: bool = True, seed: int = 0, cores: int = 1):

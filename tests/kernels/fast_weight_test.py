@@ -291,6 +291,13 @@ def test_bad_arguments_are_named():
         fast_weight_gradients(weights, k, error.astype(int))
     with pytest.raises(ValueError, match=r"weights\['w1'\]=None must be an array"):
         fast_weight_apply(dict(weights, w1=None), x["q"])
+    for bad in (None, [1.0], {}):
+        with pytest.raises(ValueError, match=r"weights has no \['w0', 'w1', 'w2'\]"):
+            fast_weight_apply(bad, x["q"])
+    with pytest.raises(ValueError, match=r"weights\['w0'\] has shape \(\); it must be \[batch"):
+        fast_weight_apply(dict(weights, w0=jnp.ones(())), x["q"])
+    with pytest.raises(ValueError, match="rates=.* must be an array"):
+        fast_weight_gradients(weights, k, error, [1.0])
     with pytest.raises(ValueError, match="implementation='cuda'"):
         fast_weight_apply(weights, x["q"], implementation="cuda")
     x_by_token = jnp.swapaxes(x["q"], 1, 2)
@@ -298,9 +305,9 @@ def test_bad_arguments_are_named():
         fast_weight_hidden(weights, x_by_token, x["rates"])
     with pytest.raises(ValueError, match=r"weights\['w0'\]=None must be an array"):
         fast_weight_hidden(dict(weights, w0=None), x_by_token)
-    with pytest.raises(ValueError, match="weights has no 'w2'"):
+    with pytest.raises(ValueError, match=r"weights has no \['w2'\]"):
         fast_weight_hidden({"w0": weights["w0"]}, x_by_token)
-    with pytest.raises(ValueError, match="implementation='mosaic_tpu' must be one of"):
+    with pytest.raises(ValueError, match="implementation='mosaic_tpu' is unknown"):
         fast_weight_hidden(weights, x_by_token, implementation="mosaic_tpu")
     with pytest.raises(ValueError, match="block=100 must be a multiple of 128"):
         mosaic_tpu.apply(*api._check_weights(weights, x["q"], "q"), x["q"], block=100)

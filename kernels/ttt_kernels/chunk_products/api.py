@@ -16,10 +16,11 @@ import jax.numpy as jnp
 
 from ttt_kernels import compat
 from ttt_kernels.arguments import check_array, check_flag, floating_dtype
-from ttt_kernels.choice import xla_or_hopper
+from ttt_kernels.choice import choose
 from ttt_kernels.chunk_products import mosaic_gpu, reference, vjp, xla
 
 Implementation = Literal["reference", "xla", "mosaic_gpu"]
+_BACKENDS = {"mosaic_gpu": mosaic_gpu.Kernels(), "xla": xla, "reference": reference}
 
 
 def chunk_summaries(
@@ -80,7 +81,7 @@ def chunk_summaries(
     wide = jnp.promote_types(common, jnp.float32)
     dtype = wide if dtype is None else floating_dtype("dtype", dtype)
     k, v = k.astype(common), v.astype(common)
-    backend = _choose(implementation, "chunk_summaries", k, chunk_size, v.shape[-1])
+    backend = _backend_of_tokens("chunk_summaries", implementation, k, chunk_size, v.shape[-1])
     with jax.named_scope("chunk_summaries"):
         if backend is reference:
             return reference.summaries(k, v, chunk_size, dtype, rates)
@@ -134,7 +135,7 @@ def chunk_outputs(
             f"chunks, {axes}] to match q, {q.shape}, with {chunk_size=}"
         )
     value_dim = states.shape[-2 if transposed else -1]
-    backend = _choose(implementation, "chunk_outputs", q, chunk_size, value_dim)
+    backend = _backend_of_tokens("chunk_outputs", implementation, q, chunk_size, value_dim)
     with jax.named_scope("chunk_outputs"):
         if backend is reference:
             return reference.outputs(q, states, chunk_size, transposed)
@@ -201,8 +202,8 @@ def chunk_states(
             )
         decay = decay.astype(initial.dtype)
     dtype = initial.dtype if dtype is None else floating_dtype("dtype", dtype)
-    problem = compat.hopper_problem() or mosaic_gpu.states_problem(summaries, initial)
-    backend = _pick("chunk_states", implementation, problem)
+    problem = mosaic_gpu.states_problem(summaries, initial)
+    backend = _backend("chunk_states", implementation, problem)
     with jax.named_scope("chunk_states"):
         arguments = (summaries, decay, initial, include_own, False, dtype)
         if backend is reference:
@@ -223,17 +224,16 @@ def _check_chunk_size(chunk_size: int) -> None:
         raise ValueError(f"chunk_size={chunk_size!r} must be an int >= 1")
 
 
-def _choose(
-    implementation: str | None, operation: str, x: jax.Array, chunk_size: int, value_dim: int
-):
-    """The module or backend that runs a call with these tokens."""
+def _backend_of_tokens(operation: str, implementation, x: jax.Array, chunk_size: int, value_dim):
+    """The backend that runs a call with these tokens."""
     length, key_dim = x.shape[1], x.shape[3]
-    problem = mosaic_gpu.unsupported(x.dtype, key_dim, value_dim) or compat.hopper_problem()
-    untimed = mosaic_gpu.untimed(length, chunk_size, key_dim, value_dim)
-    return _pick(operation, implementation, problem or (None if implementation else untimed))
+    problem = mosaic_gpu.unsupported(x.dtype, key_dim, value_dim)
+    if implementation is None:
+        problem = problem or mosaic_gpu.untimed(length, chunk_size, key_dim, value_dim)
+    return _backend(operation, implementation, problem)
 
 
-def _pick(operation: str, implementation: str | None, problem: str | None):
-    if implementation == "reference":
-        return reference
-    return xla_or_hopper(operation, implementation, problem, xla, mosaic_gpu.Kernels())
+def _backend(operation: str, implementation: str | None, problem: str | None):
+    """The backend that runs a call; `problem` is one of the kernels with its arguments."""
+    problems = {"mosaic_gpu": problem or compat.hopper_problem()}
+    return choose(operation, implementation, _BACKENDS, problems)

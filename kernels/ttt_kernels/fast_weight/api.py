@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Mapping
 from typing import Literal
 
@@ -12,15 +10,13 @@ import jax.numpy as jnp
 
 from ttt_kernels import compat
 from ttt_kernels.arguments import check_array
+from ttt_kernels.choice import choose
 from ttt_kernels.fast_weight import mosaic_gpu, mosaic_tpu, reference, xla
 
 NAMES = ("w0", "w1", "w2")
 Implementation = Literal["reference", "xla", "mosaic_gpu", "mosaic_tpu"]
-_MODULES = {
-    "reference": reference, "xla": xla, "mosaic_gpu": mosaic_gpu, "mosaic_tpu": mosaic_tpu,
-}  # fmt: skip
-_HIDDEN = {"reference": reference, "xla": xla, "mosaic_gpu": mosaic_gpu}
-_logger = logging.getLogger("ttt_kernels")
+_HIDDEN = {"mosaic_gpu": mosaic_gpu, "xla": xla, "reference": reference}
+_MODULES = {"mosaic_tpu": mosaic_tpu} | _HIDDEN
 
 
 def fast_weight_apply(
@@ -55,7 +51,7 @@ def fast_weight_apply(
     ((1, 1, 3, 2), 7.046)
     """
     matrices = _check_weights(weights, q, "q")
-    module = _choose(implementation, _MODULES, _problems(matrices, q), "apply")
+    module = _choose("fast_weight_apply", implementation, matrices, q)
     if module is not xla:
         matrices = _for_each_row(matrices, q.shape[0])
     return module.apply(*matrices, q)
@@ -96,15 +92,14 @@ def fast_weight_hidden(
     """
     _check_tokens(x, "x", "[batch, time, heads, key_dim]")
     batch, _, heads, key_dim = x.shape
-    _check_arrays(weights, ("w0", "w2"))
-    sizes = (key_dim, weights["w0"].shape[-1]) if "w0" in weights else (key_dim, 0)
+    _check_matrices(weights, ("w0", "w2"))
+    sizes = key_dim, weights["w0"].shape[-1]
     w0, w2 = (_check_weight(weights, n, batch, heads, sizes).astype(x.dtype) for n in ("w0", "w2"))
-    if rates is not None and rates.shape != x.shape[:3]:
-        raise ValueError(
-            f"rates has shape {rates.shape}; it must be {x.shape[:3]} = [batch, time, heads]"
-        )
-    problems = {"mosaic_gpu": mosaic_gpu.unsupported(w0, x) or compat.hopper_problem()}
-    return _choose(implementation, _HIDDEN, problems, "hidden").hidden(w0, w2, x, rates)
+    if rates is not None:
+        _check_rates(rates, x.shape[:3], "[batch, time, heads]")
+    problem = mosaic_gpu.unsupported(w0, x) or compat.hopper_problem()
+    module = choose("fast_weight_hidden", implementation, _HIDDEN, {"mosaic_gpu": problem})
+    return module.hidden(w0, w2, x, rates)
 
 
 def fast_weight_gradients(
@@ -163,15 +158,11 @@ def fast_weight_gradients(
             "axes, value_dim, must be equal"
         )
     names = NAMES if trained == "all" else ("w1",)
+    shape = (*k.shape[:3], len(names))
     if rates is None:
-        rates = jnp.ones((*k.shape[:3], len(names)), jnp.float32)
-    if rates.shape != (*k.shape[:3], len(names)) or not jnp.issubdtype(rates.dtype, jnp.floating):
-        raise ValueError(
-            f"rates has shape {rates.shape} and dtype {rates.dtype}; it must be a float "
-            f"{(*k.shape[:3], len(names))} = [batch, heads, time, R] with {trained=}"
-        )
-    problems = _problems(matrices, k.astype(dtype))
-    module = _choose(implementation, _MODULES, problems, "gradients")
+        rates = jnp.ones(shape, jnp.float32)
+    _check_rates(rates, shape, f"[batch, heads, time, R] with {trained=}")
+    module = _choose("fast_weight_gradients", implementation, matrices, k.astype(dtype))
     if module is not xla:
         matrices = _for_each_row(matrices, k.shape[0])
     made = module.gradients(*matrices, k.astype(dtype), error.astype(dtype), rates)
@@ -184,16 +175,27 @@ def _check_tokens(x: jax.Array, name: str, axes: str) -> None:
         raise ValueError(f"{name} has shape {x.shape}; it must be {axes}, no axis empty")
 
 
-def _check_arrays(weights, names) -> None:
-    """Those of the named matrices that there are must be arrays; their shapes are read next."""
+def _check_rates(rates: jax.Array, shape: tuple[int, ...], axes: str) -> None:
+    check_array("rates", rates)
+    if rates.shape != shape:
+        raise ValueError(f"rates has shape {rates.shape}; it must be {shape} = {axes}")
+
+
+def _check_matrices(weights, names) -> None:
+    """The named weights must be there and be matrices of floats; their sizes are read next."""
+    missing = [n for n in names if not isinstance(weights, Mapping) or n not in weights]
+    if missing:
+        raise ValueError(f"weights has no {missing}; it must map {list(names)} to arrays")
     for name in names:
-        if name in weights:
-            check_array(f"weights[{name!r}]", weights[name])
+        check_array(f"weights[{name!r}]", weights[name])
+        if weights[name].ndim != 4:
+            raise ValueError(
+                f"weights[{name!r}] has shape {weights[name].shape}; it must be [batch or 1, "
+                "heads, in, out]"
+            )
 
 
 def _check_weight(weights, name: str, batch: int, heads: int, sizes) -> jax.Array:
-    if name not in weights:
-        raise ValueError(f"weights has no {name!r}; it must hold w0, w2 and, where used, w1")
     w = weights[name]
     if w.shape not in ((1, heads, *sizes), (batch, heads, *sizes)):
         raise ValueError(
@@ -206,10 +208,7 @@ def _check_weight(weights, name: str, batch: int, heads: int, sizes) -> jax.Arra
 def _check_weights(weights, x: jax.Array, name: str) -> list[jax.Array]:
     """The three matrices in the tokens' dtype, one of each for each head and row, or all rows."""
     _check_tokens(x, name, "[batch, heads, time, key_dim]")
-    missing = [n for n in NAMES if n not in weights]
-    if missing:
-        raise ValueError(f"weights has no {missing}; it must hold {list(NAMES)}")
-    _check_arrays(weights, NAMES)
+    _check_matrices(weights, NAMES)
     batch, heads, _, key_dim = x.shape
     hidden, value_dim = weights["w0"].shape[-1], weights["w1"].shape[-1]
     shapes = ((key_dim, hidden), (hidden, value_dim), (key_dim, hidden))
@@ -222,38 +221,12 @@ def _for_each_row(matrices, batch: int) -> list[jax.Array]:
     return [jnp.broadcast_to(w, (batch, *w.shape[1:])) for w in matrices]
 
 
-def _problems(matrices, x: jax.Array) -> dict[str, str | None]:
-    """Why each backend with kernels cannot run a call, or None."""
-    gpu = mosaic_gpu.unsupported(matrices[0], x, matrices[1].shape[-1])
-    return {
+def _choose(operation: str, implementation: str | None, matrices, x: jax.Array):
+    """The module that runs a call with the three matrices."""
+    w0, w1, _ = matrices
+    gpu = mosaic_gpu.unsupported(w0, x, w1.shape[-1])
+    problems = {
+        "mosaic_tpu": mosaic_tpu.unsupported(w0, w1, x) or compat.tpu_problem(),
         "mosaic_gpu": gpu or compat.hopper_problem(),
-        "mosaic_tpu": mosaic_tpu.unsupported(*matrices[:2], x) or compat.tpu_problem(),
     }
-
-
-def _choose(implementation: str | None, modules: dict, problems: dict, operation: str):
-    """The module that runs the call; logs what was chosen for the caller."""
-    if implementation is not None and implementation not in modules:
-        raise ValueError(
-            f"implementation={implementation!r} must be one of {sorted(modules)} or None"
-        )
-    if implementation is None:
-        able = [name for name, problem in problems.items() if problem is None]
-        implementation = able[0] if able else "xla"
-        _log_choice(operation, implementation, "" if able else "; ".join(problems.values()))
-    if problems.get(implementation):
-        raise NotImplementedError(
-            f"implementation={implementation!r} cannot run here: {problems[implementation]}; "
-            "implementation='xla' can"
-        )
-    return modules[implementation]
-
-
-@functools.cache
-def _log_choice(operation: str, implementation: str, reason: str) -> None:
-    _logger.info(
-        "fast_weight_%s runs by implementation=%r: %s",
-        operation,
-        implementation,
-        reason or "the arguments and the device suit its kernels",
-    )
+    return choose(operation, implementation, _MODULES, problems)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from ttt_kernels import compat
+from ttt_kernels.choice import choose
 from ttt_kernels.linear_attention import (
     mosaic_gpu,
     mosaic_gpu_chunk,
@@ -30,12 +29,11 @@ def _mosaic_gpu(q, k, v, *, causal: str, **options) -> tuple[jax.Array, jax.Arra
 
 
 _IMPLEMENTATIONS = {
-    "reference": reference.linear_attention,
-    "xla": xla.linear_attention,
-    "mosaic_gpu": _mosaic_gpu,
     "mosaic_tpu": mosaic_tpu.linear_attention,
+    "mosaic_gpu": _mosaic_gpu,
+    "xla": xla.linear_attention,
+    "reference": reference.linear_attention,
 }
-_logger = logging.getLogger("ttt_kernels")
 
 
 def linear_attention(
@@ -97,52 +95,19 @@ def linear_attention(
     """
     shapes.check_causal(causal, chunk_size, include_current_chunk)
     shapes.check_arrays(q, k, v, log_decay, initial_state, segment_ids)
-    if implementation is not None and implementation not in _IMPLEMENTATIONS:
-        raise ValueError(
-            f"implementation={implementation!r} must be one of {sorted(_IMPLEMENTATIONS)} or None"
-        )
     dtype = jnp.result_type(q, k, v)
     q, k, v = q.astype(dtype), k.astype(dtype), v.astype(dtype)
-    untimed = None
     if causal == "token":
-        unsupported = mosaic_gpu.unsupported(q, v, causal)
+        gpu = mosaic_gpu.unsupported(q, v, causal) or compat.hopper_problem()
     else:
-        unsupported = mosaic_gpu_chunk.unsupported(q, v, segment_ids)
-        untimed = mosaic_gpu_chunk.untimed(q, v, log_decay, chunk_size)
-    problems = {
-        "mosaic_gpu": unsupported or compat.hopper_problem(),
-        "mosaic_tpu": mosaic_tpu.unsupported(q, v) or compat.tpu_problem(),
-    }
-    if implementation is None:
-        implementation, reason = _choose(problems, untimed)
-        _log_choice(implementation, reason)
-    problem = problems.get(implementation)
-    if problem:
-        raise NotImplementedError(
-            f"implementation={implementation!r} cannot run here: {problem}; "
-            "implementation='xla' can"
-        )
-    with jax.named_scope(f"linear_attention_{implementation}"):
-        return _IMPLEMENTATIONS[implementation](
+        gpu = mosaic_gpu_chunk.unsupported(q, v, segment_ids) or compat.hopper_problem()
+        if gpu is None and implementation is None:
+            gpu = mosaic_gpu_chunk.untimed(q, v, log_decay, chunk_size)
+    tpu = mosaic_tpu.unsupported(q, v) or compat.tpu_problem()
+    problems = {"mosaic_tpu": tpu, "mosaic_gpu": gpu}
+    run = choose("linear_attention", implementation, _IMPLEMENTATIONS, problems)
+    with jax.named_scope("linear_attention"):
+        return run(
             q, k, v, log_decay=log_decay, initial_state=initial_state, segment_ids=segment_ids,
             causal=causal, chunk_size=chunk_size, include_current_chunk=include_current_chunk,
         )
-
-
-def _choose(problems: dict[str, str | None], untimed: str | None) -> tuple[str, str]:
-    """The fastest implementation that runs here, and why it was taken.
-
-    `untimed` says why the Mosaic GPU kernels are not known to be the fastest, or is None.
-    """
-    backend = "mosaic_tpu" if compat.target_platform() == "tpu" else "mosaic_gpu"
-    reason = problems[backend]
-    if backend == "mosaic_gpu":
-        reason = reason or untimed
-    if reason:
-        return "xla", reason
-    return backend, "the arguments and the device suit its kernels"
-
-
-@functools.cache
-def _log_choice(implementation: str, reason: str) -> None:
-    _logger.info("linear_attention runs by implementation=%r: %s", implementation, reason)

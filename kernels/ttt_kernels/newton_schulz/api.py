@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from ttt_kernels import compat
 from ttt_kernels.arguments import check_array, floating_dtype
+from ttt_kernels.choice import choose
 from ttt_kernels.newton_schulz import mosaic_gpu, mosaic_tpu, xla
 
 # The triples of LaCT-LLM (Zhang et al., Test-Time Training Done Right, 2025), one an iteration.
@@ -21,6 +22,8 @@ LACT_COEFFICIENTS = (
 )
 # The triple of Muon (Jordan et al., 2024), repeated five times.
 MUON_COEFFICIENTS = ((3.4445, -4.7750, 2.0315),) * 5
+
+_MODULES = {"mosaic_tpu": mosaic_tpu, "mosaic_gpu": mosaic_gpu, "xla": xla}
 
 
 def newton_schulz(
@@ -75,20 +78,13 @@ def newton_schulz(
     coefficients = _checked_coefficients(coefficients)
     if not (isinstance(eps, Real) and math.isfinite(eps) and eps >= 0):
         raise ValueError(f"{eps=}: newton_schulz adds a finite number >= 0 to norms, as 1e-7")
-    if implementation not in (None, *_KERNELS, "xla"):
-        names = ", ".join(repr(name) for name in ("xla", *_KERNELS))
-        raise ValueError(f"{implementation=} is unknown; use {names} or None")
-    for name, (module, device_problem) in _KERNELS.items():
-        if implementation not in (None, name):
-            continue
-        problem = module.unsupported(x, len(coefficients), dtype) or device_problem()
-        if not problem:
-            return module.newton_schulz(x, coefficients, eps, dtype)
-        if implementation == name:
-            raise NotImplementedError(
-                f"implementation={name!r} cannot run here: {problem}; implementation='xla' can"
-            )
-    return xla.newton_schulz(x, coefficients, eps, dtype)
+    call = x, len(coefficients), dtype
+    problems = {
+        "mosaic_tpu": mosaic_tpu.unsupported(*call) or compat.tpu_problem(),
+        "mosaic_gpu": mosaic_gpu.unsupported(*call) or compat.hopper_problem(),
+    }
+    module = choose("newton_schulz", implementation, _MODULES, problems)
+    return module.newton_schulz(x, coefficients, eps, dtype)
 
 
 def _checked_coefficients(coefficients) -> tuple[tuple[float, float, float], ...]:
@@ -103,9 +99,3 @@ def _checked_coefficients(coefficients) -> tuple[tuple[float, float, float], ...
             "as MUON_COEFFICIENTS, ((3.4445, -4.7750, 2.0315),) * 5"
         )
     return triples
-
-
-_KERNELS = {
-    "mosaic_gpu": (mosaic_gpu, lambda: compat.hopper_problem() or compat.mesh_problem()),
-    "mosaic_tpu": (mosaic_tpu, lambda: compat.tpu_problem()),
-}
