@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from ttt_jax.inner_loop.spec import InnerLoop
 from ttt_jax.inner_loop.updates import State
+from ttt_kernels.arguments import check_array
 
 
 def check_arguments(
@@ -25,10 +26,9 @@ def check_arguments(
     _check_gates(spec, weights, k, lr, momentum, forget)
     _check_erase(spec, k, erase)
     if segment_ids is not None:
-        if segment_ids.shape != k.shape[:2] or not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+        if segment_ids.shape != k.shape[:2]:
             raise ValueError(
-                f"segment_ids is {segment_ids.dtype}{list(segment_ids.shape)}: it must be integers "
-                f"[batch, time] = {list(k.shape[:2])}"
+                f"segment_ids.shape={segment_ids.shape}: it must be [batch, time] = {k.shape[:2]}"
             )
         if not isinstance(spec.order, str):
             raise ValueError(
@@ -53,26 +53,17 @@ def check_is_spec(spec) -> None:
 
 
 def _check_arrays(arguments) -> None:
-    """Tokens are arrays, gates arrays of floats or None."""
+    """Tokens are arrays of floats, gates too or None; ids of documents are integers or None."""
     fields = dict(lr="rate", momentum="momentum", forget="forget")
     for name, x in arguments.items():
         if x is None and name not in ("q", "k", "v"):
             continue
-        if not is_array(x):
-            way_out = ""
-            if name in fields and isinstance(x, float | int):
-                way_out = f"; a constant belongs into the specification: {fields[name]}={x!r}"
+        if name in fields and isinstance(x, float | int):
             raise ValueError(
-                f"{name} is a {type(x).__name__}: it must be an array that starts with [batch, "
-                f"time{'' if name == 'segment_ids' else ', heads'}]{way_out}"
+                f"{name}={x!r} must be an array that starts with [batch, time, heads]; a constant "
+                f"belongs into the specification: {fields[name]}={x!r}"
             )
-        if name in fields and not jnp.issubdtype(x.dtype, jnp.floating):
-            raise ValueError(f"{name}.dtype={x.dtype}: it must be floating; cast it first")
-
-
-def is_array(x) -> bool:
-    """Whether ``x`` has a shape and a dtype."""
-    return hasattr(x, "ndim") and hasattr(x, "dtype")
+        check_array(name, x, floating=name != "segment_ids")
 
 
 def _check_spans(spec, q, k) -> None:
@@ -93,8 +84,6 @@ def _check_tokens(spec, q, k, v) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise ValueError(f"{name}.shape={x.shape}: it must be [batch, time, heads, dim]")
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise ValueError(f"{name}.dtype={x.dtype}: it must be floating; cast it first")
         if x.dtype != k.dtype:
             raise ValueError(f"{name}.dtype={x.dtype} but k.dtype={k.dtype}: cast them alike")
         if x.shape[:3] != k.shape[:3] and (tied or name != "q"):
@@ -122,9 +111,7 @@ def _check_weights(spec, weights, k, v) -> None:
         )
     batch, _, heads, key_dim = k.shape
     for name, w in weights.items():
-        if not is_array(w) or not jnp.issubdtype(w.dtype, jnp.floating):
-            found = w.dtype if is_array(w) else type(w).__name__
-            raise ValueError(f"weights[{name!r}] is {found}: it must be an array of floats")
+        check_array(f"weights[{name!r}]", w)
         if w.ndim not in (3, 4) or w.shape[-3] != heads or (w.ndim == 4 and w.shape[0] != batch):
             raise ValueError(
                 f"weights[{name!r}].shape={w.shape}: it must be [heads, in, out] or "
@@ -199,6 +186,7 @@ def _check_erase(spec, k, erase) -> None:
     if not isinstance(erase, tuple) or len(erase) != 2:
         raise ValueError(f"erase is a {type(erase).__name__}: it must be a pair (read, write)")
     for name, x in zip(("read", "write"), erase, strict=True):
+        check_array(f"erase {name} key", x)
         if x.shape != k.shape or x.dtype != k.dtype:
             raise ValueError(
                 f"erase {name} key is {x.dtype}{list(x.shape)}: it must be like k, "
