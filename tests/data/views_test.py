@@ -17,7 +17,7 @@ from ttt_jax.data.pipeline import DataPositionError
 from ttt_jax.data.scene_sets import open_scenes
 from ttt_jax.data.view_loading import load_view, resize_and_crop
 from ttt_jax.data.view_sampling import centre_cameras, draw_views
-from ttt_jax.data.views import ViewSource
+from ttt_jax.data.views import ViewBatches, ViewSource
 
 
 def _config(source, **fields):
@@ -101,7 +101,9 @@ def _mirror(entry):
 
 
 BAD_VIEWS = {
-    "looks like fractions|look like fractions": _normalise,
+    "look like fractions": _normalise,
+    "this format has pixels": lambda entry: entry.update(cx=0.5, cy=0.5),
+    "the centre inside the image": lambda entry: entry.update(cx=0.0),
     "scales by about 2": _scale,
     "it mirrors": _mirror,
     "there is no image": lambda entry: entry.update(file_path="none.png"),
@@ -187,9 +189,31 @@ def test_damaged_images_give_way_to_other_views(tmp_path, caplog):
         assert example.images.shape == (4, 12, 16, 3) and example.images.std() > 10
         assert len(np.unique(example.poses[:, :3, 3], axis=0)) == 4
     assert "2 damaged views so far" in caplog.text and "another shape" in caplog.text
-    Image.new("RGB", (20, 20)).save(train.views[1].image)
-    batch = next(ViewSource(config).batches("train", 2))
-    assert batch["weights"].tolist() == [0, 0] and batch["scenes"].tolist() == [-1, -1]
+
+
+def test_scenes_of_damaged_images_are_left_out_and_a_set_of_them_is_an_error(tmp_path):
+    """Whether found before the run or, when files break, during it."""
+    for number in range(5):
+        posed_scenes.write_json(tmp_path / f"scene{number}", seed=number)
+    config = _config(tmp_path, eval_fraction=0.2)
+
+    def damage(scene):
+        for view in scene.views:
+            view.image.write_bytes(b"")
+
+    first, *others = ViewSource(config).scenes.train
+    damage(first)
+    source = ViewSource(config)
+    batch = next(source.batches("train", 4))
+    assert sorted(batch["weights"]) == [0, 1, 1, 1]
+    assert ((batch["scenes"] >= 0) == batch["weights"]).all()
+    for scene in others:
+        damage(scene)
+    again = pickle.loads(pickle.dumps(source.examples("train")))  # without the images it keeps
+    with pytest.raises(ValueError, match="none of 4 scenes has enough images.*last fault: .*png"):
+        ViewBatches(again, config, batch_size=4, process_index=0, process_count=1)[0]
+    with pytest.raises(ValueError, match="16 examples of the split 'train' none.*fault: .*png"):
+        ViewSource(config)
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "L", "P", "LA", "I;16"])

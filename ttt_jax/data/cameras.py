@@ -173,13 +173,12 @@ def _checked_intrinsics(
     """The fractions, where they can be those of a camera; a wrong unit is called by its name."""
     focal, centre = fractions[:2], fractions[2:]
     low, high = _FOCAL
-    if ((focal >= low) & (focal <= high) & (centre >= 0) & (centre <= 1)).all():
+    # Of a centre in pixels that lies in the corner's pixel, the unit is wrong.
+    mistaken = (raw[2:] <= 1).all() if unit == "pixels" else (raw > high).all()
+    inside = ((focal >= low) & (focal <= high) & (centre > 0) & (centre < 1)).all()
+    if inside and not mistaken:
         return fractions
-    as_fractions = unit == "pixels" and (raw[:2] <= high).all() and (raw[2:] <= 1).all()
-    as_pixels = unit == "fractions" and (raw > high).all()
-    hint = ""
-    if as_fractions or as_pixels:
-        hint = f"; they look like {other}, and this format has {unit}"
+    hint = f"; they look like {other}, and this format has {unit}" if mistaken else ""
     raise BadView(
         f"{name}: fx, fy, cx, cy = {raw.tolist()} are no intrinsics in {unit}: focal lengths must "
         f"be {low} to {high} times the image's side and the centre inside the image{hint}"

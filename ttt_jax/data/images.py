@@ -59,6 +59,7 @@ class ImageBatches:
         self._image_size, self._batch_size = image_size, batch_size
         self._process_index, self._process_count = process_index, process_count
         self._orders: dict[int, np.ndarray] = {}
+        self._damaged: set[int] = set()  # images that were reported
 
     def __len__(self) -> int:
         rows = self._batch_size * self._process_count
@@ -97,7 +98,11 @@ class ImageBatches:
         try:
             image, label = self._images.read(index)
         except UnreadableImage as error:
-            logging.getLogger("ttt_jax").warning("%s; it is left out", error)
+            if index not in self._damaged:  # not again in every epoch
+                self._damaged.add(index)
+                logging.getLogger("ttt_jax").warning(
+                    "%d damaged images so far: %s; it is left out", len(self._damaged), error
+                )
             batch["labels"][row] = 0  # of an image that is there, unlike padding
             return [error]
         if self._train:

@@ -17,7 +17,9 @@ from ttt_jax.data.view_sampling import centre_cameras, draw_views, spread_views
 
 _ENDLESS = 2**50  # batches of a stream without an end; grain wants a length
 _CACHE_BYTES = 2**28  # of decoded images that are kept
+_PROBES = 16  # examples tried before a run starts, until one can be made
 _TRAIN, _EVAL = 1, 2  # what a stream of draws is for
+_SPLITS = ("train", "eval")
 
 
 class Example(NamedTuple):
@@ -35,7 +37,13 @@ class Example(NamedTuple):
 
 
 class Examples(Protocol):
-    """Examples by number, each a function of its number alone."""
+    """Examples by number, each a function of its number alone.
+
+    Attributes:
+      fault: the last view that could not be used, or None.
+    """
+
+    fault: BadView | None
 
     def __len__(self) -> int:
         """Examples of one pass, or very many."""
@@ -49,6 +57,8 @@ class Examples(Protocol):
 
 class RenderedExamples:
     """Examples of scenes that the project renders, a new scene for each number."""
+
+    fault = None
 
     def __init__(self, config: ViewsConfig, train: bool):
         """Describes the examples; the held-out ones do not depend on the seed."""
@@ -87,6 +97,7 @@ class FileExamples:
         self._orders: dict[int, np.ndarray] = {}
         self._groups = [] if train else list(_eval_groups(scene_list, config))
         self._reported: set[Any] = set()
+        self.fault: BadView | None = None
         self._open_cache()
 
     def __len__(self) -> int:
@@ -115,6 +126,22 @@ class FileExamples:
         images, intrinsics = (np.stack(x) for x in zip(*views, strict=True))
         return _finish(images, intrinsics, poses, config)
 
+    def check_readable(self, name: str) -> None:
+        """Tries some examples, so that images damaged as a whole are found before a run starts.
+
+        Args:
+          name: of the split, said in the error.
+
+        Raises:
+          ValueError: none can be made.
+        """
+        probes = np.unique(np.linspace(0, len(self) - 1, _PROBES).astype(int))
+        if all(self.example(int(index)) is None for index in probes):
+            raise ValueError(
+                f"config.data.source: of {len(probes)} examples of the split {name!r} none has "
+                f"enough images that can be read; the last fault: {self.fault}"
+            )
+
     def _usable(self, number: int, candidates: list[int], count: int, used: list[int]) -> list[int]:
         """The first candidates that can be read and are not used, at most `count`."""
         found: list[int] = []
@@ -142,6 +169,7 @@ class FileExamples:
             found = self._scenes[number].views[view]
             return load_view(found, self._config.height, self._config.width)
         except BadView as error:
+            self.fault = error
             if (number, view) not in self._reported:
                 self._reported.add((number, view))
                 logging.warning("%d damaged views so far: %s", len(self._reported), error)
@@ -190,7 +218,8 @@ class ViewBatches:
 
     A batch is a dict of images uint8 [B, V, H, W, 3], intrinsics float32 [B, V, 4], poses float32
     [B, V, 4, 4], scenes int32 [B] (the example's number) and weights float32 [B]. A row without an
-    example (a damaged scene, or the filling of the last batch) has weight 0 and scene -1.
+    example (a damaged scene, or the filling of the last batch) has weight 0 and scene -1; a batch
+    of more than three damaged scenes and nothing else is an error.
     """
 
     def __init__(
@@ -217,15 +246,20 @@ class ViewBatches:
         batch["intrinsics"][:] = 1
         batch["poses"][:] = np.eye(4)
         first = (int(step) * self._process_count + self._process_index) * self._batch_size
-        for row in range(self._batch_size):
-            inside = first + row < len(self._examples)
-            example = self._examples.example(first + row) if inside else None
+        inside = range(min(self._batch_size, len(self._examples) - first))
+        for row in inside:
+            example = self._examples.example(first + row)
             if example is not None:
                 batch["images"][row] = example.images
                 batch["intrinsics"][row] = example.intrinsics
                 batch["poses"][row] = example.poses
                 batch["scenes"][row] = (first + row) % 2**31
                 batch["weights"][row] = 1
+        if len(inside) > 3 and not batch["weights"].any():
+            raise ValueError(
+                f"none of {len(inside)} scenes has enough images that can be read; the last fault: "
+                f"{self._examples.fault}"
+            )
         return batch
 
 
@@ -251,7 +285,8 @@ class ViewSource:
           config: a validated configuration.
 
         Raises:
-          ValueError: the source cannot be read or holds too little (see `open_scenes`).
+          ValueError: the source cannot be read or holds too little (see `open_scenes`), or the
+            images of a split are damaged.
         """
         self._config = config
         self.scenes: SceneSet | None = None
@@ -262,11 +297,13 @@ class ViewSource:
             self.scenes = open_scenes(config)
             sides = ((self.scenes.train, True), (self.scenes.held_out, False))
             self._splits = [FileExamples(side, config, train) for side, train in sides]
+            for examples, split in zip(self._splits, _SPLITS, strict=True):
+                examples.check_readable(split)
             self.hash = self.scenes.hash
 
     def examples(self, split: str) -> Examples:
         """Returns the examples of "train" or "eval"."""
-        return self._splits[("train", "eval").index(split)]
+        return self._splits[_SPLITS.index(split)]
 
     def batches(
         self, split: str, batch_size: int, process_index: int = 0, process_count: int = 1
