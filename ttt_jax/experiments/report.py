@@ -146,7 +146,8 @@ def compare_order(ours: dict[str, Sequence[float]], paper: dict[str, float], bet
         tau = (agreeing pairs − disagreeing pairs) / pairs          (Kendall)
 
     A pair counts as resolved where our means are further apart than the sum of their spreads; with
-    one value of each there is no spread, and nothing is resolved.
+    one value of each there is no spread, and nothing is resolved. Resolved pairs are
+    named, the better model first.
 
     Args:
       ours: model -> the metric of each seed or run.
@@ -157,7 +158,9 @@ def compare_order(ours: dict[str, Sequence[float]], paper: dict[str, float], bet
     "Of 1 pairs of models 1 are in the paper's order (tau +1.00); our seeds resolve 1, and..."
     """
     names = [name for name in ours if name in paper and ours[name]]
-    agreeing = disagreeing = resolved = held = 0
+    agreeing, disagreeing = 0, 0
+    held: list[str] = []
+    broken: list[str] = []
     for i, a in enumerate(names):
         for b in names[i + 1 :]:
             (mean_a, spread_a), (mean_b, spread_b) = map(mean_and_spread, (ours[a], ours[b]))
@@ -165,7 +168,8 @@ def compare_order(ours: dict[str, Sequence[float]], paper: dict[str, float], bet
             agreeing, disagreeing = agreeing + (sign > 0), disagreeing + (sign < 0)
             several = min(len(ours[a]), len(ours[b])) > 1
             if several and abs(mean_a - mean_b) > spread_a + spread_b:
-                resolved, held = resolved + 1, held + (sign > 0)
+                first, second = (a, b) if (mean_a > mean_b) == (better == "higher") else (b, a)
+                (held if sign > 0 else broken).append(f"{first} before {second}")
     pairs = len(names) * (len(names) - 1) // 2
     if not pairs:
         return "Too few models to compare their order with the paper's."
@@ -174,7 +178,12 @@ def compare_order(ours: dict[str, Sequence[float]], paper: dict[str, float], bet
     if all(len(ours[name]) == 1 for name in names):
         seeds = "one value of each resolves none of them"
     else:
-        seeds = f"our seeds resolve {resolved}, and in {held} of these the paper's order holds"
+        resolved = len(held) + len(broken)
+        seeds = f"our seeds resolve {resolved}, and in {len(held)} of these the paper's order holds"
+        if held:
+            seeds += f"; resolved as in the paper: {', '.join(held)}"
+        if broken:
+            seeds += f"; resolved against it: {', '.join(broken)}"
     return (
         f"Of {pairs} pairs of models {agreeing} are in the paper's order (tau "
         f"{(agreeing - disagreeing) / pairs:+.2f}); {seeds}. "
