@@ -16,9 +16,13 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 # Most of the suite's time is XLA compiling small programs that run once. Its older way to make code
 # of fusions, which jaxlib 0.11 no longer has, takes a third of the time; an unknown flag is fatal.
+# On a GPU the kernels are checked as they run for users, beside references that need no tuning.
 _COMPILE_FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     _COMPILE_FAST += " --xla_cpu_use_fusion_emitters=false"
+if "cuda" in os.environ["JAX_PLATFORMS"]:
+    _COMPILE_FAST = "--xla_gpu_autotune_level=0"
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # workers share the memory
 os.environ["XLA_FLAGS"] = f"{_COMPILE_FAST} {os.environ.get('XLA_FLAGS', '')}".strip()
 
 # The workers, the processes that tests start, and later runs compile a program once between them.
@@ -40,6 +44,16 @@ if _workers > 1:
 # a worker that keeps the programs of every test it ran ends in a segmentation fault.
 _MAPS = pathlib.Path("/proc/self/maps")
 _MANY_MAPS = 20_000
+
+
+def pytest_runtest_setup(item):
+    """What needs a Hopper GPU is skipped elsewhere, and says why."""
+    if item.get_closest_marker("hopper"):
+        from ttt_kernels import compat
+
+        problem = compat.hopper_problem()
+        if problem:
+            pytest.skip(problem)
 
 
 @pytest.fixture(autouse=True)

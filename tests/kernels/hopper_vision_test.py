@@ -1,0 +1,155 @@
+"""The kernels of the vision models on a Hopper GPU: values and every gradient."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.kernels import bias_gelu_test, depthwise_conv_test, glu_step_test, hopper
+from tests.kernels import residual_norm_test as norm_test
+from ttt_kernels.bias_gelu import bias_gelu
+from ttt_kernels.depthwise_conv import depthwise_conv
+from ttt_kernels.glu_step import glu_step, glu_step_beside
+from ttt_kernels.residual_norm import add_branch, residual_norm
+
+
+def check(way, results, x, function, kernels, triton=False, gather=None):
+    """Results of `function(implementation)` by kernels in bfloat16 and by XLA in float32.
+
+    Args:
+      results: of (arguments, function) with arguments as a dict.
+      x: arguments.
+    """
+    def program(name, x):
+        return results(x if gather is None else gather(x), function(name))
+
+    named = hopper.implementation(way, "triton" if triton else "mosaic_gpu")
+    got = hopper.run(way, functools.partial(program, named), x, kernels=kernels)
+    if got is not None:
+        hopper.check(got, hopper.exact(functools.partial(program, "xla"), x))
+
+
+GLU = {  # batch, tokens, heads, clip
+    "ViTTT-B": (5, 196, 6, True),
+    "whole tiles": (2, 256, 1, True),
+    "no clip": (2, 130, 2, False),
+    "70 tokens": (3, 70, 2, True),
+    "one token": (2, 1, 1, True),
+    "many images": (140, 49, 2, True),
+}
+
+
+@hopper.ways(GLU, xla=("one token", "70 tokens"))
+@pytest.mark.parametrize("zero", [False, True], ids=["", "zeros"])
+def test_glu_step(case, way, zero):
+    *sizes, clip = case
+    x = glu_step_test.make(*sizes, 64, jnp.bfloat16)
+    if zero:
+        x |= {n: jnp.zeros_like(x[n]) for n in "qkv"}
+
+    def function(name):
+        def run(w1, w2, q, k, v):
+            weights = {"w1": w1, "w2": w2}
+            scale = min(20.0, sizes[1])  # a whole step on one token is ill-conditioned
+            return glu_step(weights, q, k, v, scale=scale, clip=clip, implementation=name)
+
+        return run
+
+    kernels = {"glu_step_forward", "glu_step_backward"}
+    check(way, glu_step_test.results.__wrapped__, x, function, kernels)
+
+
+@hopper.ways({n: GLU[n] for n in ("ViTTT-B", "70 tokens")}, xla=("70 tokens",))
+@pytest.mark.parametrize("apart", [False, True], ids=["", "rows that lie apart"])
+def test_glu_step_beside(case, way, apart):
+    *sizes, clip = case
+    x = glu_step_test.make(*sizes, 64, jnp.bfloat16)
+    x |= {n: x[n][: sizes[-1] - 1] for n in ("w1", "w2")} | {"a": jnp.linspace(-1, 1, 64)}
+    gather = None
+    if apart:
+        x |= hopper.scattered({n: x[n] for n in "qkv"})
+
+        def gather(x):
+            return x | hopper.gathered({n: x[n] for n in "qkv"})
+
+    def function(name):
+        def run(w1, w2, q, k, v, a):
+            weights = {"w1": w1, "w2": w2}
+            return glu_step_beside(weights, q, k, v, glu_step_test.beside, a, scale=20.0,
+                                   clip=clip, implementation=name)  # fmt: skip
+
+        return run
+
+    kernels = {"glu_step_forward", "glu_step_backward"}
+    check(way, glu_step_test.results.__wrapped__, x, function, kernels, gather=gather)
+
+
+CONV = {  # batch, height, width, channels, residual
+    "ViTTT-B": (9, 14, 14, 768, True),
+    "largest": (3, 32, 8, 128, False),
+    "square": (3, 16, 16, 64, True),
+    "one pixel": (2, 1, 1, 64, False),
+    "a row": (5, 1, 16, 64, True),
+    "a column": (5, 32, 1, 64, True),
+    "odd": (4, 7, 5, 192, False),
+    "groups of images": (300, 4, 4, 64, True),
+}
+
+
+@hopper.ways(CONV, xla=("one pixel", "odd"))
+@pytest.mark.parametrize("zero", [False, True], ids=["", "zeros"])
+def test_depthwise_conv(case, way, zero):
+    *sizes, residual = case
+    x, kernel, bias = depthwise_conv_test.make(*sizes, jnp.bfloat16)
+    x = jnp.zeros_like(x) if zero else x
+
+    def function(name):
+        return functools.partial(depthwise_conv, residual=residual, implementation=name)
+
+    def results(x, function):
+        y, pullback = jax.vjp(function, *x)
+        gradients = pullback(hopper.draw(5, *y.shape).astype(y.dtype))
+        return {"y": y} | dict(zip(("dx", "dkernel", "dbias"), gradients, strict=True))
+
+    kernels = {"depthwise_conv_forward", "depthwise_conv_backward"}
+    check(way, results, (x, kernel, bias), function, kernels)
+
+
+NORM = {f"{name}, {features}": (arrays, features) for features in (768, 192, 64, 1024, 960)
+        for name, arrays in norm_test.CASES.items()}  # fmt: skip
+
+
+@hopper.ways(NORM, xla=("all, 64", "no norm, 64"))
+def test_residual_norm(case, way):
+    names, features = case
+    x = norm_test.make(names, features, jnp.bfloat16)
+
+    def function(name):
+        def run(x, branch=None, branch_bias=None, factor=None, scale=None, bias=None):
+            if scale is None:
+                return (add_branch(x, branch, branch_bias, factor, implementation=name),)
+            arrays = (x, branch, branch_bias, factor, scale, bias)
+            return residual_norm(*arrays, epsilon=1e-5, implementation=name)
+
+        return run
+
+    kernels = {"residual_norm_forward", "residual_norm_backward"}
+    check(way, norm_test.results.__wrapped__, x, function, kernels, triton=True)
+
+
+GELU = {f"{rows} x {features}": (rows, features)
+        for rows, features in ((8, 128), (8 * 500, 3072), (24, 768), (8 * 397, 640), (64, 512))}
+
+
+@hopper.ways(GELU, xla=("8 x 128",))
+def test_bias_gelu(case, way):
+    def function(name):
+        return functools.partial(bias_gelu, implementation=name)
+
+    def results(x, function):
+        return bias_gelu_test.results.__wrapped__(*x, function)
+
+    x = bias_gelu_test.make(*case, jnp.bfloat16)
+    kernels = {"bias_gelu_forward", "bias_gelu_backward"}
+    check(way, results, x, function, kernels, triton=True)
