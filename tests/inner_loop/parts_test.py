@@ -120,6 +120,12 @@ def test_newton_schulz_gradient_at_zero_and_rank_one():
         ({"weight_norm": "bogus"}, ["weight_norm='bogus'", "WeightNorm("]),
         ({"momentum": 1.5}, ["momentum=1.5", "from 0 to 1"]),
         ({"forget": (0.5, -0.1)}, ["forget=-0.1", "from 0 to 1"]),
+        ({"rate": float("nan")}, ["rate=nan", "finite"]),
+        ({"rate": (1.0, jnp.ones(()), 1.0)}, ["rate=Array", "finite number"]),
+        ({"rate": "token"}, ["rate='token'", "'per_token' or a number"]),
+        ({"clip": 1}, ["clip=1", "True or False"]),
+        ({"loss": losses.DotProduct(scale=float("nan"))}, ["loss.scale=nan", "finite"]),
+        ({"fast_net": fast_nets.SwiGLU(init_scale=-1)}, ["fast_net.init_scale=-1", "0 or more"]),
     ],
 )
 def test_specification_errors(change, words):
@@ -136,6 +142,15 @@ def test_sizes_and_specifications_of_functions_are_checked():
         (lambda: spec.init(key, heads=2, key_dim=-8), "key_dim=-8"),
         (lambda: spec.init(key, heads=2, key_dim=8, hidden_dim=0), "hidden_dim=0"),
         (lambda: presets.atlas(steps=-1), "steps=-1"),
+        (lambda: presets.lact_llm(2.0), "variant=2.0"),
+        (lambda: presets.lact_llm(True), "variant=True"),
+        (lambda: presets.lact_nvs([(0, 4)]), r"entries hold \(0, 4\)"),
+        (lambda: presets.lact_nvs([(0, 4, True, True)], muon_dtype="float99"), "dtype='float99'"),
+        (lambda: presets.retnet(2.5), "heads=2.5"),
+        (lambda: presets.vittt_dwconv(4, 4.0), "width=4.0"),
+        (lambda: NewtonSchulz(eps=-1), "eps=-1"),
+        (lambda: NewtonSchulz(coefficients=(1, 2)), "coefficients="),
+        (lambda: WeightNorm(eps=float("inf")), "eps=inf"),
         (lambda: ttt_jax.explain("lact"), "spec='lact'"),
     ):
         with pytest.raises(ValueError, match=word):

@@ -1,15 +1,24 @@
 """Parts of an ``InnerLoop`` with settings of their own: orthogonalisation, weight norm, spans."""
 
 import dataclasses
+import math
 import numbers
 from typing import Any, Literal
 
-from ttt_kernels.newton_schulz import MUON_COEFFICIENTS
+from ttt_kernels.arguments import floating_dtype
+from ttt_kernels.newton_schulz import MUON_COEFFICIENTS, check_settings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NewtonSchulz:
-    """Orthogonalise each update by Newton-Schulz iterations.
+    """Orthogonalise each update by Newton-Schulz iterations: its singular values go towards 1.
+
+    ``X = M / (|M|_F + eps)``, then for each (a, b, c) ``A = X Xᵀ;  X = a X + (b A + c A²) X`` (for
+    ``Mᵀ`` where M has more rows than columns).
+
+    The first coefficient multiplies small singular values, and the rounding of what has none, in
+    every iteration: by 3.4⁵ in all with the default. An update of low rank (few tokens, wide
+    matrices) is so no more accurate than that times the rounding of its dtype.
 
     Attributes:
       coefficients: one triple (a, b, c) an iteration; an empty tuple only normalises (LaCT-NVS
@@ -17,6 +26,12 @@ class NewtonSchulz:
       dtype: dtype of the products, e.g. ``"bfloat16"`` as in the official code; ``None`` is the
         dtype of the tokens.
       eps: added to the Frobenius norm.
+
+    Raises:
+      ValueError: the coefficients are no triples of finite numbers, ``eps`` is negative or no
+        number, or ``dtype`` names no floating dtype.
+
+    Source: Jordan et al., *Muon* (2024).
 
     Example:
       >>> NewtonSchulz(dtype="bfloat16").eps
@@ -26,6 +41,12 @@ class NewtonSchulz:
     coefficients: tuple[tuple[float, float, float], ...] = MUON_COEFFICIENTS
     dtype: str | None = None
     eps: float = 1e-7
+
+    def __post_init__(self):
+        triples = check_settings(self.coefficients, self.eps)
+        object.__setattr__(self, "coefficients", triples)  # hashable, where lists were given
+        if self.dtype is not None:
+            floating_dtype("dtype", self.dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +72,7 @@ class WeightNorm:
 
     def __post_init__(self):
         one_of("form", self.form, ("post", "pre"))
+        finite("eps", self.eps, least=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +106,14 @@ def whole_number(name: str, value: Any, least: int = 1) -> None:
     """Raises ``ValueError`` where ``value`` is not a whole number from ``least`` on."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name}={value!r}: use a whole number, {least} or more")
+
+
+def finite(name: str, value: Any, least: float = -math.inf) -> None:
+    """Raises ``ValueError`` where ``value`` is not a finite number from ``least`` on."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value < least:
+        rule = "" if least == -math.inf else f", {least} or more"
+        raise ValueError(f"{name}={value!r}: use a finite number{rule}")
 
 
 def fraction(name: str, value: Any) -> None:

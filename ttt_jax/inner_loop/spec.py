@@ -1,14 +1,5 @@
 """``InnerLoop``: one frozen value that says what a TTT layer does with its keys and values.
 
-One mini-batch (chunk) ``c`` runs, in this order::
-
-    G_c = Σ_i rate_i ∇L(f_θ(k_i), v_i)          gradient at the chunk's starting weights
-    M_c = momentum_c · M_{c-1} + G_c            (optional)
-    U_c = orthogonalise(M_c) or clip(M_c)       (optional)
-    θ_c = forget_c · θ_{c-1} − U_c              (+ for ascent)
-    θ_c = weight_norm(θ_c)                      to the initial norms (optional)
-    o_i = f_θ(q_i)                              θ = θ_{c-1} or θ_c, by ``order``
-
 Every system of the family is one value of this dataclass (see ``presets``), and
 ``dataclasses.replace`` changes one part of it.
 """
@@ -30,6 +21,18 @@ __all__ = ["InnerLoop", "NewtonSchulz", "Span", "WeightNorm"]
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InnerLoop:
     """What a TTT layer does: network, loss, update rule and order, hashable and comparable.
+
+    A chunk of tokens ``i`` updates the weights ``θ`` of the fast network ``f``, in this order::
+
+        G = Σ_i rate_i ∇_θ L(f_θ(k_i), v_i)    / number of tokens, where the loss is a mean
+        M = momentum · M + G                   M = G without momentum
+        U = orthogonalise(M) or clip(M)        U = M with neither
+        θ = forget · θ − U                     + U for ascent
+        θ = weight_norm(θ)                     its columns get their initial norms, if asked for
+
+    and its queries read ``o_i = f_θ(q_i)`` before or after that, see ``order``. With ``steps > 1``
+    the five lines run so many times on the chunk, each from the ``θ`` and ``M`` of the step before;
+    ``forget`` is in the first alone.
 
     Attributes:
       fast_net: the network whose weights are the state.
@@ -66,7 +69,8 @@ class InnerLoop:
     Raises:
       ValueError: a field has a value that it cannot have, or two fields contradict each other.
 
-    Source: *Test-Time Training with KV Binding Is Secretly Linear Attention*, section 5.
+    Source: *Test-Time Training with KV Binding Is Secretly Linear Attention* (arXiv 2602.21204),
+    Theorem 5.1 (one step), 5.2 (a sequence), 5.3 (momentum); the other lines: the presets' sources.
 
     Example:
       >>> import dataclasses
@@ -134,8 +138,9 @@ class InnerLoop:
           hidden_dim: width of the hidden layer; ``None`` is ``key_dim``.
 
         Returns:
-          name to ``[heads, in, out]``, float32. ``"position_rate"``, where ``order`` uses it,
-          starts at ``1 / (i + 1)`` for position ``i`` of a chunk.
+          name to ``[heads, in, out]``, float32 (float64 with ``jax_enable_x64``: the state is as
+          wide as the weights, so cast them for float32 tokens). ``"position_rate"``, where
+          ``order`` uses it, starts at ``1 / (i + 1)`` for position ``i`` of a chunk.
 
         Raises:
           ValueError: a size is not a whole number from 1 on.

@@ -6,6 +6,7 @@ from ttt_jax.inner_loop.parts import (
     NewtonSchulz,
     Span,
     WeightNorm,
+    finite,
     fraction,
     one_of,
     whole_number,
@@ -20,6 +21,11 @@ def check_spec(spec) -> None:
         raise ValueError(f"fast_net={spec.fast_net!r}: use a FastNet, e.g. fast_nets.SwiGLU()")
     if not isinstance(spec.loss, Loss):
         raise ValueError(f"loss={spec.loss!r}: use a Loss, e.g. losses.DotProduct()")
+    finite("fast_net.init_scale", spec.fast_net.init_scale, least=0)
+    finite("loss.scale", spec.loss.scale)
+    for name in ("clip", "forget_first"):
+        if not isinstance(getattr(spec, name), bool):
+            raise ValueError(f"{name}={getattr(spec, name)!r}: use True or False")
     one_of("update", spec.update, ("all", "last_layer"))
     one_of("target", spec.target, ("value", "value_minus_key"))
     one_of("direction", spec.direction, ("descent", "ascent"))
@@ -60,13 +66,15 @@ def _check_gates(spec) -> None:
             f"rate={spec.rate} has {len(spec.rate)} numbers for the trained matrices "
             f"{spec.trained}; give one for each"
         )
-    for name in ("rate", "momentum", "forget", "erase"):
+    if spec.erase is not None:
+        one_of("erase", spec.erase, ("per_token",))
+    for name, check in (("rate", finite), ("momentum", fraction), ("forget", fraction)):
         value = getattr(spec, name)
-        if isinstance(value, str):
-            one_of(name, value, ("per_token",))
-        elif name in ("momentum", "forget") and value is not None:
+        if isinstance(value, str) and value != "per_token":
+            raise ValueError(f"{name}={value!r}: use 'per_token' or a number")
+        if not isinstance(value, str) and (value is not None or name == "rate"):
             for number in value if isinstance(value, tuple) else (value,):
-                fraction(name, number)
+                check(name, number)
     if spec.forget_first and spec.forget is None:
         raise ValueError("forget_first=True with forget=None: nothing is forgotten; set forget")
     if spec.forget_first and spec.gradient_at == "start":

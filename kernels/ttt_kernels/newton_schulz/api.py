@@ -75,9 +75,7 @@ def newton_schulz(
     if x.ndim < 2:
         raise ValueError(f"{x.shape=}: newton_schulz needs matrices, [..., rows, columns]")
     dtype = jnp.dtype(x.dtype) if dtype is None else floating_dtype("dtype", dtype)
-    coefficients = _checked_coefficients(coefficients)
-    if not (isinstance(eps, Real) and math.isfinite(eps) and eps >= 0):
-        raise ValueError(f"{eps=}: newton_schulz adds a finite number >= 0 to norms, as 1e-7")
+    coefficients = check_settings(coefficients, eps)
     call = x, len(coefficients), dtype
     problems = {
         "mosaic_tpu": mosaic_tpu.unsupported(*call) or compat.tpu_problem(),
@@ -87,8 +85,23 @@ def newton_schulz(
     return module.newton_schulz(x, coefficients, eps, dtype)
 
 
-def _checked_coefficients(coefficients) -> tuple[tuple[float, float, float], ...]:
-    """The triples as floats; raises where they are none."""
+def check_settings(coefficients, eps: float) -> tuple[tuple[float, float, float], ...]:
+    """Checks what `newton_schulz` is set to do.
+
+    Args:
+      coefficients, eps: as of `newton_schulz`.
+
+    Returns:
+      The triples, as floats.
+
+    Raises:
+      ValueError: they are no triples of finite numbers, or ``eps`` is negative or no number.
+
+    >>> check_settings([[3, -4, 2]], 0)
+    ((3.0, -4.0, 2.0),)
+    """
+    if not (isinstance(eps, Real) and math.isfinite(eps) and eps >= 0):
+        raise ValueError(f"{eps=}: newton_schulz adds a finite number >= 0 to norms, as 1e-7")
     try:
         triples = tuple((float(a), float(b), float(c)) for a, b, c in coefficients)
     except (TypeError, ValueError):

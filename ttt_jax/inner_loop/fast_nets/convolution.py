@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ttt_jax.inner_loop.fast_nets.base import Cotangent, OuterProductNet, Rates, Weights, dense
+from ttt_jax.inner_loop.parts import whole_number
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,8 +40,8 @@ class DepthwiseConv3x3(OuterProductNet):
     mixes_tokens: ClassVar[bool] = True
 
     def __post_init__(self):
-        if self.height < 1 or self.width < 1:
-            raise ValueError(f"height={self.height}, width={self.width}: both must be at least 1")
+        for name in ("height", "width"):
+            whole_number(name, getattr(self, name))
 
     def shapes(self, key_dim: int, value_dim: int, hidden_dim: int) -> dict[str, tuple[int, ...]]:
         """``w`` is ``(9, 1)``: one kernel a channel; ``hidden_dim`` is not used."""

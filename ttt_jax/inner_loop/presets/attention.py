@@ -4,6 +4,7 @@ All start from a zero state, read after the token's own update and apply no scal
 """
 
 from ttt_jax.inner_loop.fast_nets import Linear
+from ttt_jax.inner_loop.parts import whole_number
 from ttt_jax.inner_loop.spec import InnerLoop
 
 
@@ -30,14 +31,16 @@ def retnet(heads: int) -> InnerLoop:
     Args:
       heads: number of heads.
 
+    Raises:
+      ValueError: ``heads`` is not a whole number from 1 on.
+
     Source: Sun et al., *Retentive Network* (arXiv 2307.08621), eq. 5 to 8, without its norms.
 
     Example:
       >>> retnet(heads=2).forget
       (0.96875, 0.984375)
     """
-    if heads < 1:
-        raise ValueError(f"heads={heads}: at least one is needed")
+    whole_number("heads", heads)
     decays = tuple(1 - 2.0 ** (-5 - head) for head in range(heads))
     return InnerLoop(fast_net=Linear(init_scale=0.0), forget=decays)
 

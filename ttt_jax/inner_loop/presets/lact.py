@@ -4,12 +4,22 @@ import dataclasses
 from collections.abc import Sequence
 
 from ttt_jax.inner_loop.fast_nets import Linear, SwiGLU
+from ttt_jax.inner_loop.parts import whole_number
 from ttt_jax.inner_loop.spec import InnerLoop, NewtonSchulz, Span, WeightNorm
 from ttt_kernels.newton_schulz import LACT_COEFFICIENTS, MUON_COEFFICIENTS
 
 
 def lact_llm(variant: int = 0, *, chunk_size: int = 2048) -> InnerLoop:
     """LaCT-LLM's inner loop and its six-step reduction to linear attention.
+
+    ``f(x) = (silu(x W0) ⊙ (x W2)) W1``. A chunk is read first; when it is complete, each matrix
+    learns, with ``L = −⟨f(k), v⟩`` at the chunk's starting weights and β its mean momentum::
+
+        G = Σ_i lr_i ∇L_i;  M = β M + G;  W ← |W_0| · normalise(W − NewtonSchulz(M))
+
+    where ``normalise`` divides each column by its norm and ``|W_0|`` are the initial norms.
+    ``momentum`` is ``[batch, time, heads]``, ``lr`` ``[batch, time, heads, R]`` with ``R = 3``
+    rates (of w0, w1, w2) in variant 0 and 1 in 1 to 3; nothing is forgotten.
 
     0: SwiGLU, all three matrices trained; rates per token, momentum, Newton-Schulz, weight norm.
     1: only ``W1`` is trained. 2: no weight norm (parallel from here on). 3: a linear network.
@@ -23,7 +33,7 @@ def lact_llm(variant: int = 0, *, chunk_size: int = 2048) -> InnerLoop:
       An ``InnerLoop``; ``dataclasses.replace`` works on it.
 
     Raises:
-      ValueError: ``variant`` is not 0 to 6.
+      ValueError: ``variant`` is not 0 to 6, or ``chunk_size`` not a whole number from 1 on.
 
     Source: the paper's Table 1; LaCT (Zhang et al., 2025) for variant 0.
 
@@ -69,7 +79,8 @@ def lact_nvs(
         there is no ``lr``; in 1 to 3 it has one rate a token.
 
     Raises:
-      ValueError: ``muon_steps`` is negative, or ``variant`` is not 0 to 6.
+      ValueError: ``muon_steps`` is negative, ``variant`` is not 0 to 6, or ``entries`` are not
+        what they must be.
 
     Source: LaCT (Zhang et al., 2025), ``lact_nvs/lact_ttt.py``. The gradient through the initial
     norms is stopped, as there.
@@ -78,8 +89,10 @@ def lact_nvs(
       >>> lact_nvs([(0, 16, True, False), (0, 24, False, True)]).order[1].end
       24
     """
-    if muon_steps < 0:
-        raise ValueError(f"muon_steps={muon_steps}: use 0 or more")
+    whole_number("muon_steps", muon_steps, least=0)
+    wrong = [e for e in entries if not isinstance(e, tuple | list) or len(e) != 4]
+    if wrong:
+        raise ValueError(f"entries hold {wrong[0]!r}: each must be (start, end, update, apply)")
     coefficients = MUON_COEFFICIENTS[:1] * muon_steps
     spec = InnerLoop(
         fast_net=SwiGLU(),
@@ -93,8 +106,7 @@ def lact_nvs(
 
 def _reduce(spec: InnerLoop, variant: int) -> InnerLoop:
     """The first ``variant`` of the six removals of the paper's Table 1."""
-    if variant not in range(7):
-        raise ValueError(f"variant={variant!r}: LaCT's reduction has the variants 0 to 6")
+    check_variant(variant)
     removals = (
         {"update": "last_layer"},
         {"weight_norm": None},
@@ -106,3 +118,11 @@ def _reduce(spec: InnerLoop, variant: int) -> InnerLoop:
     for removal in removals[:variant]:
         spec = dataclasses.replace(spec, **removal)
     return spec
+
+
+def check_variant(variant: int) -> None:
+    """Raises ``ValueError`` where ``variant`` is none of the paper's reduction."""
+    if isinstance(variant, bool) or not isinstance(variant, int) or variant not in range(7):
+        raise ValueError(
+            f"{variant=}: the reduction has the variants 0 (as published) to 6 (linear attention)"
+        )

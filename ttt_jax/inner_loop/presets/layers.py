@@ -18,6 +18,9 @@ def ttt_linear(*, chunk_size: int = 16) -> InnerLoop:
     Args:
       chunk_size: tokens a mini-batch.
 
+    Raises:
+      ValueError: ``chunk_size`` is not a whole number from 1 on.
+
     Source: Sun et al., *Learning to (Learn at Test Time)* (arXiv 2407.04620), sections 2.4 to 2.7.
 
     Example:
@@ -32,11 +35,14 @@ def ttt_linear(*, chunk_size: int = 16) -> InnerLoop:
 def ttt_mlp(*, chunk_size: int = 16) -> InnerLoop:
     """TTT-MLP: ``f(x) = x + LN(gelu(x W1 + b1) W2 + b2)``; everything else as ``ttt_linear``.
 
-    The hidden width of the official code is four times the head's:
-    ``spec.init(..., hidden_dim=4*d)``.
+    ``gelu`` is the approximation by tanh, as in the official code, whose hidden width is four times
+    the head's: ``spec.init(..., hidden_dim=4*d)``.
 
     Args:
       chunk_size: tokens a mini-batch.
+
+    Raises:
+      ValueError: ``chunk_size`` is not a whole number from 1 on.
 
     Source: Sun et al., *Learning to (Learn at Test Time)* (arXiv 2407.04620), section 2.7.
 

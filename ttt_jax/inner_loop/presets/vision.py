@@ -4,6 +4,7 @@ import dataclasses
 
 from ttt_jax.inner_loop.fast_nets import GLU, DepthwiseConv3x3, FastNet, Linear
 from ttt_jax.inner_loop.losses import DotProduct
+from ttt_jax.inner_loop.presets.lact import check_variant
 from ttt_jax.inner_loop.spec import InnerLoop
 
 _SCALE = 9**-0.5  # of the official code, for both branches and whatever the head's width
@@ -21,6 +22,9 @@ def vittt_glu(variant: int = 0) -> InnerLoop:
         3: no gate, ``f(x) = x W``. 4, 5: the same, there are no rates and no momentum. 6: no clip,
         ``q (W + 9^(−½)/n Σ kᵀ v)``.
 
+    Raises:
+      ValueError: ``variant`` is not 0 to 6.
+
     Source: ViTTT, ``vittt/models/ttt_block.py``; *Test-Time Training with KV Binding Is Secretly
     Linear Attention*, its table of ablations.
 
@@ -28,8 +32,7 @@ def vittt_glu(variant: int = 0) -> InnerLoop:
       >>> vittt_glu().trained, vittt_glu(1).trained, vittt_glu(6).clip
       (('w1', 'w2'), ('w1',), False)
     """
-    if variant not in range(7):
-        raise ValueError(f"{variant=} must be an integer from 0 (as published) to 6")
+    check_variant(variant)
     spec = _full_batch(GLU() if variant < 3 else Linear())
     update = "all" if variant == 0 else "last_layer"
     return dataclasses.replace(spec, update=update, clip=variant < 6)
@@ -44,6 +47,9 @@ def vittt_dwconv(height: int, width: int) -> InnerLoop:
     Args:
       height: rows of the image, in tokens.
       width: its columns.
+
+    Raises:
+      ValueError: one of them is not a whole number from 1 on.
 
     Source: ViTTT, ``vittt/models/ttt_block.py``.
 
