@@ -123,7 +123,8 @@ def _compare(spec, options, ids, carried):
         state = None
         if carried:
             _, before = cases.arguments(spec, time=8, seed=1, **shapes)
-            _, state = cases.run(spec, weights, before)
+            earlier = None if ids is None else jnp.asarray([[1] * 3 + [0] * 5, [2] * 8])
+            _, state = cases.run(spec, weights, before, earlier)
         ids = None if ids is None else jnp.asarray(ids, jnp.int32)
         arguments = (weights, tokens, ids, state)
         expected = _gradients(spec, (), *arguments, None)

@@ -1,6 +1,7 @@
 """Documents, carried states, decoding: packed = alone, split = whole, one by one = at once."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +70,9 @@ def test_packed_documents_are_documents_alone(name):
         alone = {n: x[row : row + 1, where] for n, x in tokens.items()}
         expected, final = cases.run(spec, weights, alone)
         assert_close(out[row, where], expected[0], LIMIT, f"document {document}")
-    _assert_same(jax.tree.map(lambda x: x[1:], state), final, "state")
+    last = jax.tree.map(lambda x: x[1:], state)
+    assert (int(last.document[0]), int(final.document[0])) == (7, -1)
+    _assert_same(last._replace(document=final.document), final, "state")
 
 
 def test_rows_do_not_see_each_other():
@@ -113,6 +116,44 @@ def test_split_is_whole_at_the_edges(name):
         first, state = cases.run(spec, weights, cases.cut(tokens, 0, point))
         second, state = cases.run(spec, weights, cases.cut(tokens, point, TIME), None, state)
         _assert_same((jnp.concatenate([first, second], 1), state), expected, f"{point} ")
+
+
+_SELDOM = [pytest.param(n, marks=pytest.mark.exhaustive) for n in ("gated_delta", "lact_prenorm")]
+
+
+@pytest.mark.parametrize("name", ["lact_v0", "lact_v2", "linear_attention", *_SELDOM])
+def test_packed_rows_are_split_anywhere(name):
+    """Inside a document, between two of them, at padding; a row of padding alone stands still."""
+    spec, ids = SPECS[name], _ids()
+    weights, tokens = cases.arguments(spec, time=TIME)
+    mode = "parallel" if ttt_jax.explain(spec).parallel else "recurrent"
+    expected = cases.run(spec, weights, tokens, ids)
+    assert expected[1].document.tolist() == [3, 7]
+    # Row 0 has edges at 1, 11 and 20 and padding at 8 and 23, row 1 is one document.
+    for points in ((1, 8, 9, 11, 23), (10, 20), (11, 12)):
+        outs, state = [], None
+        for begin, end in itertools.pairwise((0, *points, TIME)):
+            part, here = cases.cut(tokens, begin, end), ids[:, begin:end]
+            out, state = cases.run(spec, weights, part, here, state, mode=mode)
+            outs.append(out)
+        _assert_same((jnp.concatenate(outs, 1), state), expected, f"{points} ")
+
+
+def test_calls_without_ids_go_on():
+    """With the last document, whatever its id; and ids after a call without go on, too."""
+    spec = SPECS["lact_v0"]
+    weights, tokens = cases.arguments(spec, time=TIME)
+    expected, _ = cases.run(spec, weights, tokens)
+    threes = jnp.full((2, 8), 3, jnp.int32)
+    orders = ((None, threes, None), (-1, 3, 3)), ((threes, None, threes), (3, 3, 3))
+    for parts, documents in orders:
+        outs, state = [], None
+        for n, (ids, document) in enumerate(zip(parts, documents, strict=True)):
+            part = cases.cut(tokens, 8 * n, 8 * n + 8)
+            out, state = cases.run(spec, weights, part, ids, state)
+            assert state.document.tolist() == [document] * 2
+            outs.append(out)
+        assert_close(jnp.concatenate(outs, 1), expected, LIMIT, str(documents))
 
 
 @pytest.mark.parametrize(

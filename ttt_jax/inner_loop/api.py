@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ttt_jax.inner_loop import delta, kernel, parallel, recurrent, rows, spans
+from ttt_jax.inner_loop.carried import last_document, resume
 from ttt_jax.inner_loop.checks import check_arguments
 from ttt_jax.inner_loop.chunks import Tokens, arrange, head_major
 from ttt_jax.inner_loop.decode import decode_one, is_decode
@@ -58,7 +59,8 @@ def ttt(
         state; exactly where ``spec.erase == "per_token"``.
       segment_ids: ``[batch, time]`` int32. A document is a run of equal ids >= 0 and starts from
         ``weights``; -1 is padding, which has no influence and output 0.
-      initial_state: the state that an earlier call returned: its last document goes on here.
+      initial_state: the state that an earlier call returned. Its last document goes on here: in
+        rows that begin with the id with which it ended, and in all without ids in either call.
       mode: ``"recurrent"`` (``lax.scan``), ``"parallel"`` (all chunks at once), both in XLA;
         ``"kernel"``: one call of a kernel where the layer is one, else the parallel or the
         recurrent form with kernels inside; or ``"auto"``: the fastest that is exact. A named mode
@@ -99,10 +101,16 @@ def ttt(
     whole = segment_ids is None and initial_state is None
     if chosen.form == "parallel" and whole and rows.fits(spec, chosen.backend):
         tokens = dict(q=q, k=k, v=v, lr=lr, momentum=momentum, forget=forget)
-        return rows.run(spec, static, tokens, start, chosen.prefix, chosen.backend)
-    tokens = head_major(q, k, v, lr, momentum, forget, erase)
-    out, state = _run(spec, static, tokens, segment_ids, initial_state, start, chosen)
-    return jnp.swapaxes(out, 1, 2), state
+        out, state = rows.run(spec, static, tokens, start, chosen.prefix, chosen.backend)
+    else:
+        tokens = head_major(q, k, v, lr, momentum, forget, erase)
+        first = None if initial_state is None else resume(initial_state, start, segment_ids)
+        out, state = _run(spec, static, tokens, segment_ids, first, start, chosen)
+        out = jnp.swapaxes(out, 1, 2)
+    if isinstance(spec.order, str):  # explicit spans are one document
+        document = last_document(initial_state, segment_ids, k.shape[0])
+        state = state._replace(document=document)
+    return out, state
 
 
 class Choice(NamedTuple):

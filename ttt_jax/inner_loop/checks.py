@@ -228,6 +228,8 @@ def _shapes(spec, weights, k, v) -> State:
 
     batch, _, heads, _ = k.shape
     state = initial_state(spec, weights, batch)
+    if isinstance(spec.order, str):
+        state = state._replace(document=jnp.zeros((batch,), jnp.int32))
     if not keeps_buffer(spec):
         return state
 

@@ -132,17 +132,17 @@ def _run(
     rows, heads = tokens.k.shape[:2]
     if form == "pipeline" and rows * heads % (groups or 1):
         raise ValueError(f"{groups=} must divide rows times heads of a device, {rows} * {heads}")
-    initial = initial_state or start
-    edge = left_edge(
-        spec, tokens, segment_ids, initial.buffer, initial_state is not None, axis_name
-    )
-    arguments = (spec, static, tokens, edge, initial._replace(buffer=None), start, axis_name)
+    edge = left_edge(spec, tokens, segment_ids, initial_state, axis_name)
+    first = (initial_state or start)._replace(buffer=None, document=None)
+    arguments = (spec, static, tokens, edge, first, start, axis_name)
     if form == "pipeline":
-        return pipeline.run(*arguments, groups, backend)
-    if form == "chunks":
-        return forms.run_chunks(*arguments, exchange, prefix, backend)
-    by_token = forms.run_tokens if form == "tokens" else forms.run_delta
-    return by_token(*arguments, exchange, backend)
+        out, state = pipeline.run(*arguments, groups, backend)
+    elif form == "chunks":
+        out, state = forms.run_chunks(*arguments, exchange, prefix, backend)
+    else:
+        by_token = forms.run_tokens if form == "tokens" else forms.run_delta
+        out, state = by_token(*arguments, exchange, backend)
+    return out, state._replace(document=edge.document)
 
 
 def final_state(state, axis_name: str):

@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ttt_jax.inner_loop.carried import NO_ID
 from ttt_jax.inner_loop.chunks import Tokens, like, squeeze, take
 from ttt_jax.inner_loop.sequence_parallel_exchange import last_tokens
 from ttt_jax.inner_loop.spec import InnerLoop
-from ttt_jax.inner_loop.updates import Buffer
+from ttt_jax.inner_loop.updates import Buffer, State
 
-_NONE, _ANY = -1, -2  # no document yet; the carried state's document, whatever its id
+_NONE, _ANY = -2, NO_ID  # no document yet; the carried state's document, whatever its id
 _FACTS = 5  # int32 a row that each device tells the others
 
 
@@ -28,6 +29,7 @@ class Edge(NamedTuple):
     ongoing: jax.Array | bool  # [batch, 1]: the shard's first document began to the left
     continued: jax.Array | bool  # [batch, 1]: it also has a state of its own already
     restart: jax.Array | None  # [batch]: the document at the right edge has no update yet
+    document: jax.Array  # [batch]: id of the document at the right edge
 
 
 class _Open(NamedTuple):
@@ -48,8 +50,7 @@ def left_edge(
     spec: InnerLoop,
     tokens: Tokens,
     segment_ids: jax.Array | None,
-    carried: Buffer | None,
-    continues: bool,
+    carried: State | None,
     axis_name: str,
 ) -> Edge:
     """Finds out, for each device, how its shard goes on from those to the left.
@@ -58,28 +59,29 @@ def left_edge(
       spec: the inner loop.
       tokens: the shard's tokens, head-major.
       segment_ids: ``[batch, time]`` of the shard, or ``None`` for one document a row.
-      carried: the buffer of the state that the sequence starts from, or ``None``.
-      continues: whether there is such a state.
+      carried: the state that the sequence continues, or ``None``.
       axis_name: the mesh axis over which the sequence is cut.
     """
-    if aligned(spec, tokens.k.shape[2], segment_ids, carried):
-        begins = (lax.axis_index(axis_name) == 0) & (not continues)
-        return Edge(None, None, ~begins, ~begins, None)
     batch, _, length, _ = tokens.k.shape
-    ids = jnp.zeros((batch, length), jnp.int32) if segment_ids is None else segment_ids
-    count = jnp.zeros((batch,), jnp.int32) if carried is None else carried.count
+    continues, known = carried is not None, segment_ids is not None
+    document = carried.document if continues else jnp.full((batch,), NO_ID, jnp.int32)
+    buffer = carried.buffer if continues else None
+    if aligned(spec, length, segment_ids, buffer):
+        begins = (lax.axis_index(axis_name) == 0) & (not continues)
+        return Edge(None, None, ~begins, ~begins, None, document)
+    ids = segment_ids if known else jnp.zeros((batch, length), jnp.int32)
+    count = jnp.zeros((batch,), jnp.int32) if buffer is None else buffer.count
     before = _Open(
-        jnp.full((batch,), _ANY if continues else _NONE, jnp.int32),
+        document if continues and known else jnp.full_like(document, _ANY if continues else _NONE),
         count.astype(jnp.int32),
         jnp.full((batch,), continues),
     )
     first, (left, right) = _open_documents(spec, ids, before, axis_name)
     empty = ~jnp.any(ids >= 0, 1)
     ongoing = (left.ident != _NONE) & (_goes_on(left, first) | empty)
-    buffer = None
     width = spec.window or spec.chunk_size
     if width > 1:
-        buffer = _unfinished(spec, tokens, ids, carried, segment_ids is not None, axis_name)
+        buffer = _unfinished(spec, tokens, ids, buffer, known, axis_name)
         chunk = spec.chunk_size
         kept = jnp.minimum(left.length, width - chunk + left.length % chunk)
         buffer = _at_front(buffer, jnp.where(ongoing, kept, 0))
@@ -89,6 +91,7 @@ def left_edge(
         ongoing[:, None],
         (ongoing & left.settled)[:, None],
         (right.ident != _NONE) & ~right.settled,
+        jnp.where(right.ident == _NONE, NO_ID, right.ident) if known else document,
     )
 
 

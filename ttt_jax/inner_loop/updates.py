@@ -41,6 +41,7 @@ class State(NamedTuple):
     momentum: dict[str, jax.Array] | None  # M, [batch, heads, in, out]
     norms: dict[str, jax.Array] | None  # targets of the weight norm, [batch, heads, 1, out]
     buffer: Buffer | None  # the unfinished chunk, and what a window still reads
+    document: jax.Array | None = None  # id of the last token's document, [batch]; -1: none given
 
 
 class Slot(NamedTuple):
