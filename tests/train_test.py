@@ -194,10 +194,13 @@ def test_an_unwritable_folder_is_refused(place, text, tmp_path):
         evaluate.evaluate_workdir(tmp_path, pictures=workdir)
 
 
-def test_an_address_is_no_workdir(text, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "workdir, message", [("gs://bucket/run", "mount the bucket"), ("", "has no name")]
+)
+def test_an_address_or_nothing_is_no_workdir(workdir, message, text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(checkpoint.CheckpointError, match="mount the bucket"):
-        train.main(tiny_config(text), "gs://bucket/run")
+    with pytest.raises(checkpoint.CheckpointError, match=message):
+        train.main(tiny_config(text), workdir)
     assert not list(tmp_path.iterdir())
 
 

@@ -192,7 +192,8 @@ def _run_steps(run: _Run, state: TrainState) -> tuple[TrainState, int]:
             f"config.train.max_nonfinite_steps={train.max_nonfinite_steps} are borne: lower the "
             "learning rate or look at the data"
         )
-    note(f"Steps {first + 1} to {int(state.step)}: {reporter.summary()}")
+    if int(state.step) > first:
+        note(f"Steps {first + 1} to {int(state.step)}: {reporter.summary()}")
     if code:
         note(f"Stopped at step {int(state.step)} with exit code {code}; the state is saved")
     return state, code

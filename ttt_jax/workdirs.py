@@ -52,9 +52,11 @@ def check_workdir(workdir: str | os.PathLike[str], config: Any) -> None:
     """Checks that a run of `config` may start or go on in `workdir`; makes no folder that stays.
 
     Raises:
-      CheckpointError: the folder is an address, cannot be written to, or holds a run of another
-        configuration.
+      CheckpointError: the folder has no name, is an address, cannot be written to, or holds a run
+        of another configuration.
     """
+    if not str(workdir).strip():
+        raise CheckpointError("workdir='' has no name (an unset shell variable?); give --workdir")
     if "://" in str(workdir):
         raise CheckpointError(
             f"workdir={str(workdir)!r} is an address; mount the bucket (gcsfuse, s3fs) and "
@@ -97,7 +99,7 @@ def check_output(name: str, folder: str | os.PathLike[str]) -> None:
       folder: where files will be written; need not be there.
 
     Raises:
-      ValueError: the folder cannot be made or written to.
+      ValueError: the folder has no name, or cannot be made or written to.
 
     >>> check_output("out", "/dev/null")
     Traceback (most recent call last):
@@ -105,6 +107,8 @@ def check_output(name: str, folder: str | os.PathLike[str]) -> None:
     ValueError: out='/dev/null' cannot be written to ([Errno 17] File exists: '/dev/null'); give \
 another --out
     """
+    if not str(folder).strip():
+        raise ValueError(f"{name}='' has no name (an unset shell variable?); give --{name}")
     new = not os.path.exists(folder)
     problem = _writing_problem(pathlib.Path(folder))
     if new:
