@@ -111,6 +111,14 @@ def test_hopper_kernels_equal_the_definition(monkeypatch, capfd, shape, layout):
         assert_close(dx[1:], slope * cotangent[1:], tolerance(BF16), "zero matrix")
 
 
+def test_rounding_by_place_keeps_what_is_no_number():
+    nans = np.array([0x7FFFFFFF, 2**32 - 1], np.uint32).view(np.float32)
+    odd = [np.inf, -np.inf, 0.0, -0.0, *nans]
+    x = jnp.broadcast_to(jnp.asarray(odd, jnp.float32), (1, 64, 6))
+    rounded = np.asarray(mosaic_gpu._dithered(x, BF16), np.float32)
+    np.testing.assert_array_equal(rounded, np.asarray(x))
+
+
 def lowered(function, *shapes, dtype=jnp.float32):
     arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
     return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()

@@ -197,7 +197,7 @@ def _backward(coefficients, eps, interpret, residuals, g):
     # Through the norm, whose own gradient counts as 0 at the zero matrix.
     x, g, norm = x.astype(jnp.float32), g.astype(jnp.float32), jnp.sqrt(jnp.sum(traces, axis=1))
     along = jnp.sum(g * x, axis=(1, 2)) / ((norm + eps) * jnp.where(norm > 0, norm, 1))
-    return ((g - along[:, None, None] * x).astype(like.dtype),)
+    return (_dithered(g - along[:, None, None] * x, like.dtype),)
 
 
 _core.defvjp(_forward, _backward)
@@ -212,6 +212,27 @@ def _traces(x: jax.Array) -> jax.Array:
     """Traces of the diagonal blocks of X Xᵀ, [n, rows / 64] float32."""
     wide = x.reshape(x.shape[0], x.shape[1] // BLOCK, -1).astype(jnp.float32)
     return jnp.sum(wide * wide, axis=2)
+
+
+def _dithered(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """[n, rows, columns] float32 rounded up or down by its place, right on average.
+
+    The kernel's gradient is in bfloat16 already, and its correction along the matrix is mostly less
+    than half of a last bit: rounded to the nearest it would be lost, and the gradient would not go
+    across the matrix as it must, since the matrix's length does not matter. Thresholds are of the
+    sequence R2 (M. Roberts, 2018), multiples of 0.7549 and 0.5698 modulo 1, here of 16 bits.
+
+    >>> rounded = _dithered(jnp.full((1, 64, 64), 1 + 2**-10), jnp.bfloat16)
+    >>> round(float(jnp.mean(rounded, dtype=jnp.float32) - 1) * 2**10, 2)
+    1.0
+    """
+    if dtype != jnp.bfloat16:
+        return x.astype(dtype)
+    row, column = (lax.broadcasted_iota(jnp.uint32, x.shape, axis) for axis in (1, 2))
+    threshold = (49471 * row + 37345 * column) & 0xFFFF
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    bits = jnp.where(jnp.isnan(x), bits, bits + threshold)  # a NaN may have no bit to spare
+    return lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32).astype(dtype)
 
 
 def _scale(traces, eps: float, is_first):
