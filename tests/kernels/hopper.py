@@ -2,8 +2,8 @@
 
 A case runs in three ways. "chip": the kernels, on a Hopper GPU (`pytest -m hopper`). "lowered": the
 same program made for CUDA and not run, which finds what does not lower (`pytest -m exhaustive`).
-"xla": the operation without kernels, for a few small cases of the ordinary suite, which keeps the
-checks themselves right where there is no GPU.
+"xla": the operation without kernels, for a few small cases, some of them in the ordinary suite; it
+keeps the checks themselves right where there is no GPU.
 """
 
 import re
@@ -24,15 +24,17 @@ _H200 = jax.sharding.AbstractMesh(
 _LOWERS = compat.layout_problem() is None
 
 
-def ways(cases, xla=()):
+def ways(cases, ordinary=(), xla=()):
     """Parameters `case, way` of a test: all cases on the chip and lowered, some by XLA.
 
     Args:
       cases: {name: case}, the most valuable first.
-      xla: names of the latter; the first is in the ordinary suite, the others are exhaustive.
+      ordinary: names of cases that the ordinary suite runs by XLA.
+      xla: those of more that exhaustive runs do.
     """
     found = [(name, way, mark) for way, mark in _MARKS.items() for name in cases]
-    found += [(n, "xla", pytest.mark.exhaustive if i else ()) for i, n in enumerate(xla)]
+    found += [(name, "xla", ()) for name in ordinary]
+    found += [(name, "xla", pytest.mark.exhaustive) for name in xla]
     return pytest.mark.parametrize(
         "case, way", [pytest.param(cases[n], w, marks=m, id=f"{n} {w}") for n, w, m in found]
     )

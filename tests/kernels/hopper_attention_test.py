@@ -110,7 +110,7 @@ def by_token(way, options):
     return functools.partial(linear_attention, implementation="mosaic_gpu")
 
 
-@hopper.ways(TOKEN | _rings(), xla=("seven tokens", "48 x 100", "one token"))
+@hopper.ways(TOKEN | _rings(), ordinary=("seven tokens",), xla=("48 x 100", "one token"))
 def test_causal_by_token(case, way):
     sizes, what, options = case
     names = {"linear_attention_outputs"}

@@ -51,7 +51,7 @@ def check_products(case, way, change=lambda x: x, gather=None):
         hopper.check(got, hopper.exact(functools.partial(results, "reference"), given))
 
 
-@hopper.ways(CASES, xla=("narrow", "one token"))
+@hopper.ways(CASES, ordinary=("narrow",), xla=("one token",))
 def test_operations_and_gradients(case, way):
     check_products(case, way)
 
@@ -81,7 +81,7 @@ def _summaries_tilings():
     return dict(reversed(made.items()))
 
 
-@hopper.ways(_summaries_tilings(), xla=("1 x 64, 8 slots",))
+@hopper.ways(_summaries_tilings(), ordinary=("1 x 64, 8 slots",))
 def test_every_tiling_of_summaries(case, way):
     """float32 and bfloat16 results, with rates and without; two tiles of each, ragged chunks."""
     (key_dim, value_dim), tiling = case
@@ -133,7 +133,7 @@ def _outputs_tilings():
     return found
 
 
-@hopper.ways(_outputs_tilings(), xla=("OutputTiling 64 x 64, 8 slots",))
+@hopper.ways(_outputs_tilings(), ordinary=("OutputTiling 64 x 64, 8 slots",))
 def test_every_tiling_of_outputs(case, way):
     """Transposed and not, with rates and products with another array, ragged chunks."""
     value_dim, tiling = case
