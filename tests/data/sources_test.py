@@ -155,7 +155,7 @@ def test_bad_parquet_columns(tmp_path):
     with pytest.raises(ValueError, match=r"a\.parquet has no column \"text\", only \['body'"):
         _read(tmp_path / "a.parquet")
     _write_parquet(tmp_path / "b.parquet", ["a", None])
-    with pytest.raises(ValueError, match=r"b\.parquet, row 1 has no string"):
+    with pytest.raises(ValueError, match=r"b\.parquet, row 1 has a NoneType in the column"):
         _read(tmp_path / "b.parquet")
 
 
@@ -175,6 +175,8 @@ def test_sources_that_are_not_there(tmp_path):
     (tmp_path / "folder").mkdir()
     with pytest.raises(ValueError, match="no such file; give the path or glob"):
         sources.find_files(str(tmp_path / "*.txt"))
+    with pytest.raises(ValueError, match="no such file .with one source there are no shares"):
+        sources.find_files(str(tmp_path / "*.txt=0"))
     with pytest.raises(ValueError, match=r"a\.csv is not a \.txt"):
         sources.find_files(str(tmp_path / "a*"))
     with pytest.raises(ValueError, match="folder is a folder without metadata.json"):

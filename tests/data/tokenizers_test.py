@@ -123,7 +123,8 @@ def test_a_character_without_an_id_is_an_error_and_never_left_out(paths):
 
 
 @pytest.mark.parametrize("name", ["no.model", "no.json"])
-def test_missing_file(tmp_path, name):
+def test_missing_file(tmp_path, name, monkeypatch):
+    monkeypatch.setattr(f"{load_tokenizer.__module__}._need", pytest.fail)
     with pytest.raises(ValueError, match=f"{name}' cannot be read .*check the path"):
         load_tokenizer(str(tmp_path / name))
 

@@ -31,9 +31,10 @@ def find_files(source: str) -> list[pathlib.Path]:
     if not found and _expand(source).exists():  # a name with brackets is no pattern
         found = [_expand(source)]
     if not found:
+        share = " (with one source there are no shares, SOURCE=3)" if "=" in source else ""
         raise ValueError(
-            f"source={source!r}: no such file; give the path or glob of .txt, .jsonl or .parquet "
-            'files, a folder written by launch/tokenize_text.py, "builtin", "wiki" or "tfds:NAME"'
+            f"source={source!r}: no such file{share}; give the path or glob of .txt, .jsonl or "
+            '.parquet files, a folder written by launch/tokenize_text.py, "builtin", "wiki" or "tfds:NAME"'
         )
     for path in found:
         if path.is_dir():
@@ -165,7 +166,10 @@ def _read_parquet(path: pathlib.Path) -> Iterator[Document]:
             for text in batch.column(0).to_pylist():
                 name = f"{path}, row {row}"
                 if not isinstance(text, str):
-                    raise ValueError(f'{name} has no string in the column "text"; remove the row')
+                    raise ValueError(
+                        f'{name} has a {type(text).__name__} in the column "text", which must hold '
+                        "strings alone; remove the row, or rename the column"
+                    )
                 yield name, text
                 row += 1
     except (pyarrow.ArrowInvalid, UnicodeDecodeError) as error:

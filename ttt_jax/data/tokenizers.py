@@ -186,6 +186,7 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
             "a Hugging Face tokenizer .json"
         )
     try:
+        path.open("rb").close()  # before its library is asked for
         return kinds[path.suffix](path)
     except OSError as error:
         raise ValueError(
@@ -215,7 +216,8 @@ def _need(module: str, path: pathlib.Path) -> Any:
         return __import__(module)
     except ImportError as error:
         raise ValueError(
-            f"tokenizer={str(path)!r} needs the package {module}: pip install {module}"
+            f"tokenizer={str(path)!r} needs the package {module}: pip install {module}, or "
+            "'ttt-jax[text]'"
         ) from error
 
 
