@@ -72,9 +72,14 @@ def test_the_report_is_whole_and_done_cells_are_not_run_again(small, tmp_path, m
     picture = (tmp_path / "ablation" / "ablation_language.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
     assert "softmax" in capsys.readouterr().out
+    assert "Steps left out" not in written
     monkeypatch.setattr(train, "main", lambda *_: pytest.fail("a done cell was run again"))
+    (done,) = tmp_path.glob("cells/language-V6-0-*/result.json")
+    done.write_text(json.dumps(json.loads(done.read_text()) | {"skipped": 2}))
     assert reproduce.main(options("V6", "softmax"), tmp_path) == 0
     assert read(tmp_path / "ablation" / "ablation_language.csv") == rows
+    written = (tmp_path / "ablation" / "report.md").read_text()
+    assert "not finite: language-V6-0 2." in written
 
 
 def test_a_failed_cell_is_named_and_the_others_go_on(small, tmp_path, monkeypatch):

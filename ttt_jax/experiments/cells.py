@@ -131,7 +131,8 @@ def training_cell(name: str, config: Any, measure: Callable[[pathlib.Path], Valu
 
     Returns:
       The cell; its result holds the metrics of the evaluation, train_rate (median of the progress
-      lines, in what the task counts a second), and what `measure` adds.
+      lines, in what the task counts a second), skipped (steps that were not finite and changed
+      nothing), and what `measure` adds.
     """
 
     def run(folder: pathlib.Path) -> Values:
@@ -142,14 +143,17 @@ def training_cell(name: str, config: Any, measure: Callable[[pathlib.Path], Valu
             raise RuntimeError(f"training ended with exit code {code}")
         report = evaluate.read_report(folder)
         lines = metrics.read_metrics(folder / "metrics.jsonl")
+        lines = [line for line in lines if line["kind"] == "train"]
         rates = [
             value
             for line in lines
-            if line["kind"] == "train"
             for name, value in line.items()
             if name.endswith("_per_second") and value is not None
         ]
-        rate = {"train_rate": statistics.median(rates) if rates else None}
-        return report | rate | measure(folder)
+        found = {
+            "train_rate": statistics.median(rates) if rates else None,
+            "skipped": int(lines[-1]["skipped"]) if lines else 0,
+        }
+        return report | found | measure(folder)
 
     return Cell(name=name, key=config_lib.to_dict(config), run=run)

@@ -187,5 +187,9 @@ def _write_report(
         f"cells that took {wall:.1f} minutes ({processor:.1f} of processor time) in all processes; "
         f"this run {minutes:.1f} minutes with {options.jobs} side by side."
     )
+    skipped = {cell: values["skipped"] for cell, values in results.items() if values.get("skipped")}
+    if skipped:
+        listed = ", ".join(f"{cell} {count}" for cell, count in skipped.items())
+        out.text(f"Steps left out because loss or gradient was not finite: {listed}.")
     experiment.report(results, out, root)
     return out.write()
