@@ -95,6 +95,8 @@ def test_a_failed_cell_is_named_and_the_others_go_on(small, tmp_path, monkeypatc
     rows = read(tmp_path / "ablation" / "ablation_language.csv")
     assert rows[0]["note"] == "FAILED: MemoryError: not enough" and rows[0]["perplexity"] == ""
     assert float(rows[1]["perplexity"]) > 1.0
+    written = (tmp_path / "ablation" / "report.md").read_text()
+    assert "FAILED: language-V0-0: MemoryError: not enough" in written
     monkeypatch.setattr(train, "main", lambda *_: train.EXIT_NOT_FINITE)
     assert reproduce.main(options("V0", "V6"), tmp_path) == 1
     assert "exit code 3" in (tmp_path / "ablation" / "report.md").read_text()

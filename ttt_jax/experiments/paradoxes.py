@@ -216,9 +216,6 @@ def report(results: dict[str, Values], out: Report, root: pathlib.Path) -> None:
     _report_trained(done, out)
     found = {name: v for name, v in done.items() if name.startswith("distribution-")}
     distributions.report(found, out, root)
-    for name, values in results.items():
-        if "failed" in values:
-            out.text(f"FAILED: {name}: {values['failed']}")
 
 
 def _report_steps(done: dict[str, Values], out: Report) -> None:

@@ -191,5 +191,7 @@ def _write_report(
     if skipped:
         listed = ", ".join(f"{cell} {count}" for cell, count in skipped.items())
         out.text(f"Steps left out because loss or gradient was not finite: {listed}.")
+    for cell, message in failures(results).items():
+        out.text(f"FAILED: {cell}: {message}")
     experiment.report(results, out, root)
     return out.write()

