@@ -101,6 +101,7 @@ def test_the_kernels_lower_and_keep_the_input_and_the_taps_alone():
     ("change", "message"),
     [
         (dict(kernel=None), "kernel=None must be an array"),
+        (dict(bias=[0.0]), "bias=\\[0.0\\] must be an array"),
         (dict(x=jnp.ones((2, 3, 4))), "x has shape \\(2, 3, 4\\)"),
         (dict(kernel=jnp.ones((3, 3, 4))), "kernel has shape \\(3, 3, 4\\)"),
         (dict(bias=jnp.ones(3)), "bias has shape \\(3,\\)"),

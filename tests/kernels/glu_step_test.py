@@ -171,7 +171,10 @@ def test_the_kernels_lower_and_keep_the_inputs_alone():
         (dict(k=None), "k=None must be an array"),
         (dict(q=jnp.ones((1, 3, 2, 8))), "they must be equal"),
         (dict(v=jnp.ones((1, 4, 2, 8), jnp.bfloat16)), "they must be one floating dtype"),
-        (dict(weights={"w1": jnp.ones((2, 8, 8))}), "weights\\['w2'\\] has shape None"),
+        (dict(weights={"w1": jnp.ones((2, 8, 8))}), "weights=\\['w1'\\] must be a mapping"),
+        (dict(weights=None), "weights=NoneType must be a mapping"),
+        (dict(weights={"w1": [1.0], "w2": jnp.ones((2, 8, 8))}), "weights\\['w1'\\]=\\[1.0\\]"),
+        (dict(weights={n: jnp.ones((2, 8, 4)) for n in ("w1", "w2")}), "must be \\(2, 8, 8\\)"),
         (dict(implementation="cuda"), "implementation='cuda' is unknown"),
     ],
 )

@@ -8,10 +8,11 @@ import jax
 
 from ttt_kernels import compat
 from ttt_kernels.arguments import check_array
-from ttt_kernels.choice import xla_or_hopper
+from ttt_kernels.choice import choose
 from ttt_kernels.depthwise_conv import mosaic_gpu, xla
 
 Implementation = Literal["xla", "mosaic_gpu"]
+_MODULES = {"mosaic_gpu": mosaic_gpu, "xla": xla}
 
 
 def depthwise_conv(
@@ -52,6 +53,8 @@ def depthwise_conv(
     """
     check_array("x", x)
     check_array("kernel", kernel)
+    if bias is not None:
+        check_array("bias", bias)
     if x.ndim != 4 or 0 in x.shape:
         raise ValueError(
             f"x has shape {x.shape}; it must be [batch, height, width, channels], no axis empty"
@@ -63,5 +66,5 @@ def depthwise_conv(
     if stride not in (1, 2) or (residual and stride != 1):
         raise ValueError(f"{stride=} must be 1 or 2, and 1 with {residual=}")
     problem = mosaic_gpu.unsupported(x, stride) or compat.hopper_problem()
-    module = xla_or_hopper("depthwise_conv", implementation, problem, xla, mosaic_gpu)
+    module = choose("depthwise_conv", implementation, _MODULES, {"mosaic_gpu": problem})
     return module.depthwise_conv(x, kernel, bias, stride, residual)

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 
 from ttt_kernels import compat
 from ttt_kernels.arguments import check_array
-from ttt_kernels.choice import xla_or_hopper
+from ttt_kernels.choice import choose
 from ttt_kernels.glu_step import mosaic_gpu, xla
 
 NAMES = ("w1", "w2")
 Implementation = Literal["xla", "mosaic_gpu"]
+_MODULES = {"mosaic_gpu": mosaic_gpu, "xla": xla}
 
 
 def glu_step(
@@ -60,7 +61,7 @@ def glu_step(
     ((1, 3, 1, 2), 3.523)
     """
     _check(weights, q, k, v, others=False)
-    module = xla_or_hopper("glu_step", implementation, kernel_problem(q), xla, mosaic_gpu)
+    module = choose("glu_step", implementation, _MODULES, {"mosaic_gpu": kernel_problem(q)})
     return module.glu_step(*_wide(weights, q), q, k, v, scale / q.shape[1], clip)
 
 
@@ -103,7 +104,7 @@ def glu_step_beside(
     [3.523, 5.0]
     """
     _check(weights, q, k, v, others=True)
-    module = xla_or_hopper("glu_step_beside", implementation, kernel_problem(q), xla, mosaic_gpu)
+    module = choose("glu_step_beside", implementation, _MODULES, {"mosaic_gpu": kernel_problem(q)})
     options = scale / q.shape[1], clip
     return module.glu_step_beside(*_wide(weights, q), q, k, v, beside, arrays, *options)
 
@@ -128,14 +129,18 @@ def _check(weights, q, k, v, others: bool) -> None:
             f"q, k and v have the dtypes {q.dtype}, {k.dtype} and {v.dtype}; they must be one "
             "floating dtype"
         )
+    if not isinstance(weights, Mapping) or set(weights) != set(NAMES):
+        found = sorted(weights) if isinstance(weights, Mapping) else type(weights).__name__
+        raise ValueError(f"weights={found} must be a mapping with the keys {NAMES} and no others")
     heads, dim = q.shape[2:]
-    if others and "w1" in weights:
-        heads = min(heads, weights["w1"].shape[0])
     for name in NAMES:
-        found = weights[name].shape if name in weights else None
-        if found != (heads, dim, dim):
+        check_array(f"weights[{name!r}]", weights[name])
+        shape = weights[name].shape
+        if others and name == NAMES[0] and len(shape) == 3 and 0 < shape[0] < heads:
+            heads = shape[0]
+        if shape != (heads, dim, dim):
             raise ValueError(
-                f"weights[{name!r}] has shape {found}; it must be {(heads, dim, dim)} = [heads, "
+                f"weights[{name!r}] has shape {shape}; it must be {(heads, dim, dim)} = [heads, "
                 "dim, dim] to match q"
             )
 
