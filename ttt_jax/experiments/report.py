@@ -145,9 +145,10 @@ def compare_order(ours: dict[str, Sequence[float]], paper: dict[str, float], bet
 
         tau = (agreeing pairs − disagreeing pairs) / pairs          (Kendall)
 
-    A pair counts as resolved where our means are further apart than the sum of their spreads; with
-    one value of each there is no spread, and nothing is resolved. Resolved pairs are
-    named, the better model first.
+    A pair counts as resolved where our means are further apart than the sum of their spreads and the
+    paper's values differ; with one value of each there is no spread, and nothing is resolved. Of
+    equal models this takes 21 % of the pairs for different with two seeds, 8 % with three and 2 %
+    with five (normal spread), and the sentence says so. Resolved pairs are named, the better first.
 
     Args:
       ours: model -> the metric of each seed or run.
@@ -167,7 +168,7 @@ def compare_order(ours: dict[str, Sequence[float]], paper: dict[str, float], bet
             sign = (mean_a - mean_b) * (paper[a] - paper[b])
             agreeing, disagreeing = agreeing + (sign > 0), disagreeing + (sign < 0)
             several = min(len(ours[a]), len(ours[b])) > 1
-            if several and abs(mean_a - mean_b) > spread_a + spread_b:
+            if several and sign and abs(mean_a - mean_b) > spread_a + spread_b:
                 first, second = (a, b) if (mean_a > mean_b) == (better == "higher") else (b, a)
                 (held if sign > 0 else broken).append(f"{first} before {second}")
     pairs = len(names) * (len(names) - 1) // 2
@@ -184,6 +185,8 @@ def compare_order(ours: dict[str, Sequence[float]], paper: dict[str, float], bet
             seeds += f"; resolved as in the paper: {', '.join(held)}"
         if broken:
             seeds += f"; resolved against it: {', '.join(broken)}"
+        if resolved:
+            seeds += " (chance alone resolves 1 in 5 pairs with two seeds, 1 in 12 with three)"
     return (
         f"Of {pairs} pairs of models {agreeing} are in the paper's order (tau "
         f"{(agreeing - disagreeing) / pairs:+.2f}); {seeds}. "
