@@ -145,10 +145,10 @@ def compare_order(ours: dict[str, Sequence[float]], paper: dict[str, float], bet
 
         tau = (agreeing pairs − disagreeing pairs) / pairs          (Kendall)
 
-    A pair counts as resolved where our means are further apart than the sum of their spreads and the
-    paper's values differ; with one value of each there is no spread, and nothing is resolved. Of
-    equal models this takes 21 % of the pairs for different with two seeds, 8 % with three and 2 %
-    with five (normal spread), and the sentence says so. Resolved pairs are named, the better first.
+    A pair counts as resolved where our means are further apart than the sum of their spreads and
+    the paper's values differ; with one value of each there is no spread, and nothing is resolved.
+    Of equal models this takes 21 % of the pairs for different with two seeds, 8 % with three and
+    2 % with five (normal spread), as the sentence says. Resolved pairs are named, the better first.
 
     Args:
       ours: model -> the metric of each seed or run.
