@@ -59,7 +59,8 @@ def test_linear_attention_suite_names_what_cannot_run():
     ran = [(r["case"], r["implementation"], r["pass"]) for r in rows if r["ms"] is not None]
     assert ran == [(case, "xla", p) for case in ("1x8", "1x8 decays") for p in ("fwd", "fwd+bwd")]
     refused = {row["implementation"] for row in rows if row["ms"] is None}
-    assert refused == {f"{name} (cannot run here)" for name in ("mosaic_gpu", *peers.PEERS)}
+    names = ("mosaic_gpu", "mosaic_tpu", *peers.PEERS)
+    assert refused == {f"{name} (cannot run here)" for name in names}
 
 
 def test_peers_are_named_and_explained(monkeypatch):

@@ -206,7 +206,7 @@ def test_scenes_of_damaged_images_are_left_out_and_a_set_of_them_is_an_error(tmp
     source = ViewSource(config)
     batch = next(source.batches("train", 4))
     assert sorted(batch["weights"]) == [0, 1, 1, 1]
-    assert ((batch["scenes"] >= 0) == batch["weights"]).all()
+    assert (batch["scenes"] >= 0).all()
     for scene in others:
         damage(scene)
     again = pickle.loads(pickle.dumps(source.examples("train")))  # without the images it keeps

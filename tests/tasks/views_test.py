@@ -69,7 +69,8 @@ def test_scenes_count_once_whatever_their_number_of_views():
     values = np.array([10.0, 20.0, 30.0, 1000.0])
     scores.add({name: values for name in names}, np.arange(4), np.array([1, 1, 1, 0]))
     result = scores.result()
-    assert result.headline == ("psnr", 22.5) and "over 2 scenes" in result.summary
+    assert result.headline == ("psnr", 22.5) and result.metrics["unreadable"] == 1
+    assert "over 2 scenes, 1 unreadable left out" in result.summary
     assert [scene["model_psnr"] for scene in result.details["scenes"]] == [15, 30]
     with pytest.raises(ValueError, match="no held-out scene could be read"):
         ViewScores([]).result()
@@ -115,6 +116,7 @@ def test_loss_evaluation_and_pictures(tmp_path):
     batch["weights"][1], batch["images"][1] = 0, 0
     half, stats = loss(batch)
     assert float(stats["count"]) == 2 and 0 < float(half) < float(total)
+    assert stats["unreadable"] == 0.5
     assert float(stats["psnr"]) == pytest.approx(-10 * np.log10(float(half) / 2), abs=1e-3)
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
     result = task.evaluate(graphdef, params, buffers, mesh)

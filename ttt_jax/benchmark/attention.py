@@ -14,7 +14,7 @@ from ttt_jax.benchmark.timing import Timing
 from ttt_jax.tables import Row
 from ttt_kernels import linear_attention
 
-IMPLEMENTATIONS = ("xla", "mosaic_gpu")
+IMPLEMENTATIONS = ("xla", "mosaic_gpu", "mosaic_tpu")
 
 
 def linear_attention_suite(options: Options) -> list[Row]:

@@ -89,7 +89,7 @@ def newton_schulz_suite(options: Options) -> list[Row]:
 
         arguments, cotangents = [(draw(0),), (draw(1),)], [draw(2), draw(3)]
         limit = floor_ms(5 * 3 * 2.0 * width**3 * count, 4.0 * count * width**2)
-        for name in ("xla", "mosaic_gpu"):
+        for name in ("xla", "mosaic_gpu", "mosaic_tpu"):
             def orthogonalise(x, name=name):
                 return newton_schulz(x, LACT_COEFFICIENTS, implementation=name)
 

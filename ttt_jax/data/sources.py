@@ -34,7 +34,8 @@ def find_files(source: str) -> list[pathlib.Path]:
         share = " (with one source there are no shares, SOURCE=3)" if "=" in source else ""
         raise ValueError(
             f"source={source!r}: no such file{share}; give the path or glob of .txt, .jsonl or "
-            '.parquet files, a folder written by launch/tokenize_text.py, "builtin", "wiki" or "tfds:NAME"'
+            '.parquet files, a folder written by launch/tokenize_text.py, "builtin", "wiki" or '
+            '"tfds:NAME"'
         )
     for path in found:
         if path.is_dir():

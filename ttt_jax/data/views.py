@@ -217,9 +217,9 @@ class ViewBatches:
     """A grain data source: batch s of process p holds examples (s P + p) B .. (s P + p + 1) B - 1.
 
     A batch is a dict of images uint8 [B, V, H, W, 3], intrinsics float32 [B, V, 4], poses float32
-    [B, V, 4, 4], scenes int32 [B] (the example's number) and weights float32 [B]. A row without an
-    example (a damaged scene, or the filling of the last batch) has weight 0 and scene -1; a batch
-    of more than three damaged scenes and nothing else is an error.
+    [B, V, 4, 4], scenes int32 [B] (the example's number, -1 for the filling of the last batch) and
+    weights float32 [B], 0 for a damaged scene and the filling. A batch of more than three damaged
+    scenes and nothing else is an error.
     """
 
     def __init__(
@@ -249,11 +249,11 @@ class ViewBatches:
         inside = range(min(self._batch_size, len(self._examples) - first))
         for row in inside:
             example = self._examples.example(first + row)
+            batch["scenes"][row] = (first + row) % 2**31
             if example is not None:
                 batch["images"][row] = example.images
                 batch["intrinsics"][row] = example.intrinsics
                 batch["poses"][row] = example.poses
-                batch["scenes"][row] = (first + row) % 2**31
                 batch["weights"][row] = 1
         if len(inside) > 3 and not batch["weights"].any():
             raise ValueError(

@@ -105,6 +105,7 @@ class ViewScores:
         """
         self._names = names
         self._rows: list[tuple[str, dict[str, float]]] = []
+        self._unreadable = 0
 
     def add(self, scores: dict[str, np.ndarray], scenes: np.ndarray, weights: np.ndarray) -> None:
         """Adds a batch.
@@ -112,9 +113,10 @@ class ViewScores:
         Args:
           scores: "ANSWER_psnr", "ANSWER_ssim" and, where it is computed, "ANSWER_lpips" ->
             [batch], means over an example's views.
-          scenes: [batch], numbers of the examples.
+          scenes: [batch], numbers of the examples; -1 for a row that only fills the batch.
           weights: [batch]; rows of weight 0 are left out.
         """
+        self._unreadable += int(np.sum((weights == 0) & (scenes >= 0)))
         for row in np.flatnonzero(weights > 0):
             values = {name: float(value[row]) for name, value in scores.items()}
             self._rows.append((self._names[int(scenes[row])], values))
@@ -138,6 +140,8 @@ class ViewScores:
         order = [f"{answer}_{score}" for score in SCORES for answer in ANSWERS]
         order = [key for key in order if key in means]
         metrics = {key.removeprefix("model_"): means[key] for key in order}
+        metrics["unreadable"] = float(self._unreadable)
+        missing = f", {self._unreadable} unreadable left out" if self._unreadable else ""
         lines = [f"{'scene':<32}  {'PSNR':>6}  {'SSIM':>6}  {'mean colour':>11}  nearest view"]
         for name, s in scenes.items():
             lines.append(
@@ -148,8 +152,9 @@ class ViewScores:
         return Result(
             metrics=metrics,
             summary=f"held-out PSNR {metrics['psnr']:.2f} dB, SSIM {metrics['ssim']:.3f}{lpips} "
-            f"over {len(scenes)} scenes; mean colour {metrics['mean_colour_psnr']:.2f} dB, nearest "
-            f"input view {metrics['nearest_view_psnr']:.2f} dB",
+            f"over {len(scenes)} scenes{missing}; mean colour "
+            f"{metrics['mean_colour_psnr']:.2f} dB, nearest input view "
+            f"{metrics['nearest_view_psnr']:.2f} dB",
             table="\n".join(lines),
             details={"scenes": [{"name": name} | values for name, values in scenes.items()]},
         )

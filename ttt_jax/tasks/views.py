@@ -96,8 +96,9 @@ class Views:
     ) -> tuple[jax.Array, dict[str, Any]]:
         """Sums over target views their mean squared error, and counts them (see `Task.loss`).
 
-        With `lpips_weight` that times the view's LPIPS is added. The statistic is psnr, the mean
-        over scenes of −10 log10 of the scene's error.
+        With `lpips_weight` that times the view's LPIPS is added. The statistics are psnr, the mean
+        over scenes of −10 log10 of the scene's error, and unreadable, the part of the scenes that
+        are damaged.
         """
         images, cameras, target_images, targets = split_views(batch, self.data.input_views)
         out = model(images, cameras, targets)
@@ -105,7 +106,8 @@ class Views:
         weights, views = batch["weights"], out.shape[1]
         rows = jnp.sum(weights)
         decibels = -10 * jnp.log10(jnp.maximum(errors, 1e-10))
-        stats = {"count": views * rows}
+        unreadable = jnp.mean((batch["scenes"] >= 0) & (weights == 0), dtype=jnp.float32)
+        stats = {"count": views * rows, "unreadable": unreadable}
         stats["psnr"] = jnp.sum(weights * decibels) / jnp.maximum(rows, 1)
         if self.data.lpips_weight:
             distances = jnp.mean(lpips(self._lpips, out, target_images), axis=1)
