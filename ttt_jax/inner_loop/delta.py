@@ -91,14 +91,14 @@ def run(
     out = jnp.swapaxes(out, 1, 2)
     out = out if gate is None else out * gate
     out = out if place is None else take(out, place)
-    return out, first._replace(weights={name: state})
+    return out, first._replace(weights={name: state.astype(start.weights[name].dtype)})
 
 
 def _updates(
     spec: InnerLoop, static: Weights, tokens: Tokens, log_decay: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
     """Keys and values that are written, and what is erased: ``beta``, or a pair of erase keys."""
-    keys, rate = spec.fast_net.features(static, tokens.k), _rates(spec, tokens)
+    keys, rate = spec.fast_net.features(static, tokens.k), signed_rates(spec, tokens)
     goal = target(spec, tokens.k, tokens.v)
     if spec.loss.state_free:
         written = (keys * rate).astype(keys.dtype)
@@ -140,8 +140,8 @@ def _by_token(x: jax.Array) -> jax.Array:
     return turned[..., 0] if turned.shape[3] == 1 else turned
 
 
-def _rates(spec: InnerLoop, tokens: Tokens) -> jax.Array | float:
-    """Signed rates of the one trained matrix, ``[batch, heads, time, 1 or channels]``."""
+def signed_rates(spec: InnerLoop, tokens: Tokens) -> jax.Array | float:
+    """Rates of the one trained matrix, ``[batch, heads, time, 1 or channels]``; − for ascent."""
     rate = spec.rate[0] if isinstance(spec.rate, tuple) else spec.rate
     if rate == "per_token":
         rate = tokens.lr[:, :, :, 0]

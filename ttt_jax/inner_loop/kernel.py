@@ -129,7 +129,8 @@ def run(
     document, position = documents(jnp.zeros((1, time), jnp.int32) if ids is None else ids)
     name = spec.fast_net.last
     queries = spec.fast_net.features(static, tokens.q)
-    keys = _rated_keys(spec, static, tokens)
+    keys = spec.fast_net.features(static, tokens.k)
+    keys = (keys * delta.signed_rates(spec, tokens)).astype(keys.dtype)
     ragged = ids is not None or time % spec.chunk_size != 0
     if spec.order == "apply_then_update" and ragged:  # an unfinished chunk stays out of the state
         keys = jnp.where(like(_unfinished(spec, ids, document, position), keys), 0, keys)
@@ -137,7 +138,7 @@ def run(
     log_decay = _log_decay(spec, tokens)
     out, state = linear_attention(
         jnp.swapaxes(queries, 1, 2),
-        jnp.swapaxes(keys if spec.direction == "descent" else -keys, 1, 2),
+        jnp.swapaxes(keys, 1, 2),
         jnp.swapaxes(values, 1, 2),
         log_decay=log_decay,
         initial_state=carried.weights[name],
@@ -159,21 +160,12 @@ def run(
     out = out if gate is None else out * gate
     if ids is not None:
         out = take(out, place)[:, :, -time:]
-    final = carried._replace(weights={name: state})
+    final = carried._replace(weights={name: state.astype(start.weights[name].dtype)})
     return out, finish(chunks._replace(restart=None), final, start)
 
 
 def _by_token(spec: InnerLoop) -> bool:
     return spec.chunk_size == 1 and spec.order == "update_then_apply"
-
-
-def _rated_keys(spec: InnerLoop, static: Weights, tokens: Tokens) -> jax.Array:
-    keys = spec.fast_net.features(static, tokens.k)
-    rate = spec.rate[0] if isinstance(spec.rate, tuple) else spec.rate
-    if rate == "per_token":
-        rate = tokens.lr[:, :, :, 0]
-        rate = rate if rate.ndim == 4 else rate[..., None]
-    return (keys * rate).astype(keys.dtype)
 
 
 def _log_decay(spec: InnerLoop, tokens: Tokens) -> jax.Array | None:

@@ -115,10 +115,8 @@ def linear_attention_form(
         tokens = tokens._replace(q=tokens.k)
     static = {name: w for name, w in weights.items() if name not in spec.trained}
     start = initial_state(spec, weights, k.shape[0])
-    observe = functools.partial(_observe, spec, static, start)
-    read = functools.partial(_read, spec, static)
     walk = _by_chunks if isinstance(spec.order, str) else _by_spans
-    queries, events, token_of, reads = walk(spec, tokens, start, observe, read)
+    queries, events, token_of, reads = walk(spec, static, tokens, start)
     S0 = start.weights[spec.fast_net.last]
     return _assemble(spec, queries, events, token_of, reads, S0)
 
@@ -227,7 +225,20 @@ def _polynomial(matrix: jax.Array, coefficients, eps: float) -> jax.Array:
     return result
 
 
-def _by_chunks(spec, tokens: Tokens, start: State, observe, read):
+# Else every call outside of a `jax.jit` would trace and compile the scan anew.
+@functools.partial(jax.jit, static_argnames="spec", inline=True)
+def _scan(spec: InnerLoop, static: Weights, start: State, slots: Slot):
+    """The events of each slot, stacked, and what its queries read afterwards."""
+
+    def visit(state, slot):
+        state, events = _observe(spec, static, start, state, slot)
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *events)
+        return state, (stacked, _read(spec, static, state, slot.q))
+
+    return jax.lax.scan(visit, start, slots)[1]
+
+
+def _by_chunks(spec: InnerLoop, static: Weights, tokens: Tokens, start: State):
     """Chunks of a named order: a scan over the slots of the inner loop's own arrangement."""
     time, chunk = tokens.k.shape[2], spec.chunk_size or tokens.k.shape[2]
     chunks = arrange(spec, tokens, None, None, False)
@@ -235,20 +246,15 @@ def _by_chunks(spec, tokens: Tokens, start: State, observe, read):
     inclusive = spec.order == "update_then_apply"
     reads = (token // chunk + inclusive) * spec.steps
 
-    def visit(state, slot):
-        state, events = observe(state, slot)
-        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *events)
-        return state, (stacked, read(state, slot.q))
-
     def collect(first, later):
         if first is None and later is None:
             return None
         return chunks.collect(first, None if later is None else later[: chunks.reads])
 
-    base = (None, None) if chunks.base is None else read(start, chunks.base)
+    base = (None, None) if chunks.base is None else _read(spec, static, start, chunks.base)
     if chunks.slots is None:
         return tuple(map(collect, base, (None, None))), None, token[:0], reads * 0
-    _, (events, outputs) = jax.lax.scan(visit, start, chunks.slots)
+    events, outputs = _scan(spec, static, start, chunks.slots)
     outputs = outputs if chunks.reads else (None, None)
     events = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), events)
     end = (jnp.repeat(jnp.arange(chunks.slots.k.shape[0]), spec.steps) + 1) * chunk
@@ -257,18 +263,18 @@ def _by_chunks(spec, tokens: Tokens, start: State, observe, read):
     return tuple(map(collect, base, outputs)), events, _twice(spec, token_of), reads
 
 
-def _by_spans(spec, tokens: Tokens, start: State, observe, read):
+def _by_spans(spec: InnerLoop, static: Weights, tokens: Tokens, start: State):
     """An explicit order: a loop over its spans; shorter updates are padded with zero sources."""
     longest = max([s.end - s.start for s in spec.order if s.update], default=0)
     state, events, token_of, done = start, [], [], 0
     reads = jnp.zeros((tokens.k.shape[2],), jnp.int32)
-    queries = jax.tree.map(jnp.zeros_like, read(start, tokens.q))
+    queries = jax.tree.map(jnp.zeros_like, _read(spec, static, start, tokens.q))
     for span in spec.order:
         part = jax.tree.map(lambda x, s=span: x[:, :, s.start : s.end], tokens)
         if span.update:
             stacked = stack_slots(spec, part, span.end - span.start, None)
             slot = jax.tree.map(lambda x: x[0], stacked)
-            state, found = observe(state, slot)
+            state, found = _observe(spec, static, start, state, slot)
             pad = [(0, 0), (0, 0), (0, longest - (span.end - span.start)), (0, 0)]
             for event in found:
                 padded = jnp.pad(event.k_hat, pad), jnp.pad(event.error, pad)
@@ -279,7 +285,7 @@ def _by_spans(spec, tokens: Tokens, start: State, observe, read):
             queries = jax.tree.map(
                 lambda whole, some, s=span: whole.at[:, :, s.start : s.end].set(some),
                 queries,
-                read(state, part.q),
+                _read(spec, static, state, part.q),
             )
             reads = reads.at[span.start : span.end].set(done)
     if not events:

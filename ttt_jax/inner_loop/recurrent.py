@@ -5,6 +5,7 @@ chunks (one state each) and not with what happens inside them; long scans of sma
 checkpointed in groups, so that about ``2 sqrt(n)`` states are kept for ``n`` chunks.
 """
 
+import functools
 import math
 
 import jax
@@ -14,7 +15,7 @@ from ttt_jax.inner_loop import token_causal
 from ttt_jax.inner_loop.chunks import Chunks
 from ttt_jax.inner_loop.fast_nets import Weights
 from ttt_jax.inner_loop.spec import InnerLoop
-from ttt_jax.inner_loop.updates import State, apply, select, update
+from ttt_jax.inner_loop.updates import Slot, State, apply, select, update
 
 _PLAIN_SCAN = 64  # chunks up to which every state is kept
 
@@ -40,6 +41,29 @@ def run(
     Returns:
       ``[batch, heads, time, value_dim]`` and the state, with the unfinished chunk.
     """
+    base = read_base(spec, static, chunks, initial, start, backend)
+    state, outputs = initial, None
+    if chunks.reads:
+        read = jax.tree.map(lambda x: x[: chunks.reads], chunks.slots)
+        state, outputs = _walk(spec, static, state, read, start, backend)
+    out = chunks.collect(base, outputs)
+    if chunks.slots is not None and chunks.slots.k.shape[0] > chunks.reads:
+        last = jax.tree.map(lambda x: x[-1], chunks.slots)
+        state = update(spec, static, state, last, start, backend)
+    return out, finish(chunks, state, start)
+
+
+# A call outside of any `jax.jit` would else trace and compile the scan anew each time.
+@functools.partial(jax.jit, static_argnames=("spec", "backend"), inline=True)
+def _walk(
+    spec: InnerLoop,
+    static: Weights,
+    state: State,
+    slots: Slot,
+    start: State,
+    backend: str | None,
+) -> tuple[State, jax.Array]:
+    """The state after all slots, and each one's outputs."""
 
     def step(state, slot):
         if spec.order == "token_causal":
@@ -47,16 +71,7 @@ def run(
         state = update(spec, static, state, slot, start, backend)
         return state, apply(spec, static, state, slot.q, backend)
 
-    base = read_base(spec, static, chunks, initial, start, backend)
-    state, outputs = initial, None
-    if chunks.reads:
-        read = jax.tree.map(lambda x: x[: chunks.reads], chunks.slots)
-        state, outputs = scan_checkpointed(step, state, read)
-    out = chunks.collect(base, outputs)
-    if chunks.slots is not None and chunks.slots.k.shape[0] > chunks.reads:
-        last = jax.tree.map(lambda x: x[-1], chunks.slots)
-        state = update(spec, static, state, last, start, backend)
-    return out, finish(chunks, state, start)
+    return scan_checkpointed(step, state, slots)
 
 
 def read_base(
