@@ -202,6 +202,64 @@ def test_argument_errors(change, words):
     assert all(word in str(error.value) for word in words), error.value
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Relu(fast_nets.FastNet):
+    """A user's own network, with a mistake on demand."""
+
+    names = ("w0", "w1")
+    last = "w1"
+    mistake: str = ""
+
+    def shapes(self, key_dim, value_dim, hidden_dim):
+        return {"w0": (key_dim, hidden_dim), "w1": (hidden_dim, value_dim)}
+
+    def features(self, weights, x):
+        return jax.nn.relu(x @ weights["w0"])
+
+    def apply(self, weights, x):
+        out = self.features(weights, x) @ weights["w1"]
+        return {"": out, "shape": out[..., :1], "value": 2 * out}[self.mistake]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Own(losses.Loss):
+    """A user's own loss, with a mistake on demand."""
+
+    state_free = True
+    mistake: str = ""
+
+    def value(self, prediction, target):
+        value = -jnp.sum(prediction * target, -1)
+        return {"": value, "shape": jnp.sum(value), "value": value**2}[self.mistake]
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_own_networks_and_losses_are_held_to_what_they_promise(transform):
+    def run(net, loss):
+        spec = InnerLoop(fast_net=net, loss=loss, chunk_size=2, update="last_layer")
+        weights, tokens = cases.arguments(spec, time=4, dtype="float32")
+        transform(lambda weights, tokens: ttt_jax.ttt(spec, weights, **tokens))(weights, tokens)
+
+    run(Relu(), Own())
+    for net, loss, words in (
+        (Relu(mistake="shape"), Own(), "Relu.apply makes .* it must be"),
+        (Relu(mistake="value"), Own(), "Relu.apply is not .features @ w1. . gate"),
+        (Relu(), Own(mistake="shape"), "Own.value makes .* one number a token"),
+        (Relu(), Own(mistake="value"), "Own.state_free=True, but its cotangent depends"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            run(net, loss)
+
+
+def test_float64_tokens_need_weights_as_wide():
+    spec = presets.linear_attention()
+    weights, tokens = cases.arguments(spec, time=3, dtype="float32")
+    with jax.enable_x64(True):
+        wide = {name: x.astype(jnp.float64) for name, x in tokens.items()}
+        with pytest.raises(ValueError, match="dtype=float32 but k.dtype=float64.*cast"):
+            ttt_jax.ttt(spec, weights, **wide)
+
+
 def test_state_of_another_specification_is_refused():
     spec = presets.lact_llm(2, chunk_size=4)
     weights, tokens = cases.arguments(spec, time=6, dtype="float32")

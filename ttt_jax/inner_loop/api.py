@@ -39,8 +39,14 @@ def ttt(
 ) -> tuple[jax.Array, State]:
     """Test-time training: a fast network learns ``k → v`` along the sequence, read at ``q``.
 
-    ``o_t = f_θ(q_t)`` with ``θ`` updated chunk by chunk as ``InnerLoop`` says; for a linear last
-    layer this equals ``o_t = q̂_t (S₀ + Σ_i k̂_iᵀ v̂_i)`` (Theorem 5.2).
+    ``o_t = f_θ(q_t)``, where ``θ`` starts as ``weights`` and every chunk of tokens updates it::
+
+        G = Σ_i lr_i ∇_θ L(f_θ(k_i), v_i);  M = momentum · M + G;  θ = forget · θ − U(M)
+
+    ``InnerLoop`` has the whole update in its order. For a linear last layer this equals
+    ``o_t = q̂_t (S₀ + Σ_i k̂_iᵀ v̂_i)`` (Theorem 5.2). Gradients are taken backwards (``jax.grad``,
+    ``jax.vjp``). LaCT's network, Newton-Schulz and the sums over chunks of ``"parallel"`` have
+    rules of their own for that, and forward mode (``jax.jvp``) stops at them.
 
     Args:
       spec: the inner loop.
@@ -58,7 +64,7 @@ def ttt(
       erase: a pair of keys (read, write) like ``k``: each token also adds ``writeᵀ (read S)`` to
         state; exactly where ``spec.erase == "per_token"``.
       segment_ids: ``[batch, time]`` int32. A document is a run of equal ids >= 0 and starts from
-        ``weights``; -1 is padding, which has no influence and output 0.
+        ``weights``; a negative id is padding, which has no influence and output 0.
       initial_state: the state that an earlier call returned. Its last document goes on here: in
         rows that begin with the id with which it ended, and in all without ids in either call.
       mode: ``"recurrent"`` (``lax.scan``), ``"parallel"`` (all chunks at once), both in XLA;
@@ -76,8 +82,10 @@ def ttt(
     Raises:
       ValueError: an argument does not fit ``spec`` or another argument, or ``mode`` cannot run it;
         the message names the argument, the rule and the way out.
+      NotImplementedError: the kernels that ``implementation`` names cannot run here; says why.
 
-    Source: *Test-Time Training with KV Binding Is Secretly Linear Attention*, eqs. of section 5.
+    Source: *Test-Time Training with KV Binding Is Secretly Linear Attention* (arXiv 2602.21204),
+    Theorems 5.1 to 5.3.
 
     Example:
       >>> import jax

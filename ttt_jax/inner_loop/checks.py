@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
+from ttt_jax.inner_loop.own_parts import check_loss, check_net
 from ttt_jax.inner_loop.spec import InnerLoop
 from ttt_jax.inner_loop.updates import State
 from ttt_kernels.arguments import check_array
@@ -50,6 +51,13 @@ def check_is_spec(spec) -> None:
     """Raises ``ValueError`` where ``spec`` is not an ``InnerLoop``."""
     if not isinstance(spec, InnerLoop):
         raise ValueError(f"spec={spec!r}: use an InnerLoop, e.g. ttt_jax.presets.lact_llm()")
+    try:
+        hash(spec)
+    except TypeError as error:
+        raise ValueError(
+            f"spec cannot be hashed ({error}): write its network and loss as frozen dataclasses, "
+            "with numbers, strings and tuples as fields"
+        ) from error
 
 
 def _check_arrays(arguments) -> None:
@@ -112,10 +120,16 @@ def _check_weights(spec, weights, k, v) -> None:
     batch, _, heads, key_dim = k.shape
     for name, w in weights.items():
         check_array(f"weights[{name!r}]", w)
+        if k.dtype == jnp.float64 and w.dtype != k.dtype:
+            raise ValueError(
+                f"weights[{name!r}].dtype={w.dtype} but k.dtype={k.dtype}: the state is as wide as "
+                "the weights; cast them to float64, or the tokens to float32"
+            )
         if w.ndim not in (3, 4) or w.shape[-3] != heads or (w.ndim == 4 and w.shape[0] != batch):
             raise ValueError(
                 f"weights[{name!r}].shape={w.shape}: it must be [heads, in, out] or "
-                f"[batch, heads, in, out] with {batch=} and {heads=}"
+                f"[batch, heads, in, out] with {batch=} and {heads=}; tokens are [batch, time, "
+                "heads, dim]"
             )
     given = {name: w.shape[-2:] for name, w in weights.items()}
     widths = {width for shape in given.values() for width in shape}
@@ -127,6 +141,9 @@ def _check_weights(spec, weights, k, v) -> None:
             f"weights have the shapes {given} a head, which do not fit key_dim={key_dim} and "
             f"value_dim={v.shape[3]} of {type(net).__name__}; make them with spec.init"
         )
+    of_the_net = tuple(sorted((name, given[name]) for name in (*net.names, *net.static_names)))
+    check_net(net, of_the_net, (key_dim, v.shape[3]))
+    check_loss(spec.loss, v.shape[3])
 
 
 def _check_gates(spec, weights, k, lr, momentum, forget) -> None:
@@ -210,8 +227,9 @@ def _check_state(spec, state, weights, k, v) -> None:
         dims = 3 if ".lr" in jax.tree_util.keystr(path) else have.ndim  # lr may have more axes
         if have.shape[:dims] != want.shape[:dims]:
             raise ValueError(
-                f"initial_state{jax.tree_util.keystr(path)} has shape {have.shape}, but these "
-                f"arguments need {want.shape}"
+                f"initial_state{jax.tree_util.keystr(path)} has shape {have.shape}, but spec with "
+                f"chunk_size={spec.chunk_size} and these arguments need {want.shape}; carry a "
+                "state on with the specification and the sizes that made it"
             )
 
 
