@@ -23,25 +23,43 @@ class Buffer(NamedTuple):
 
     With ``window`` the tokens before it that later updates still read are in front of it. ``None``
     where the specification does not use a field.
+
+    Attributes:
+      k: keys, ``[batch, heads, room, key_dim]``.
+      v: values, ``[batch, heads, room, value_dim]``.
+      lr: ``[batch, heads, room, R]`` or ``[batch, heads, room, R, channels]``.
+      momentum: ``[batch, heads, room, 1]``.
+      forget: ``[batch, heads, room, 1 or key_dim]``.
+      count: ``[batch]``, int32.
     """
 
-    k: jax.Array  # [batch, heads, room, key_dim]
-    v: jax.Array  # [batch, heads, room, value_dim]
-    lr: jax.Array | None  # [batch, heads, room, R] or [batch, heads, room, R, channels]
-    momentum: jax.Array | None  # [batch, heads, room, 1]
-    forget: jax.Array | None  # [batch, heads, room, 1 or key_dim]
-    count: jax.Array  # [batch], int32
+    k: jax.Array
+    v: jax.Array
+    lr: jax.Array | None
+    momentum: jax.Array | None
+    forget: jax.Array | None
+    count: jax.Array
 
 
 class State(NamedTuple):
-    """All that an inner loop carries from token to token; float32 (float64 in float64)."""
+    """All that an inner loop carries from token to token; float32 (float64 in float64).
 
-    weights: dict[str, jax.Array]  # the trained matrices in use, [batch, heads, in, out]
-    main: dict[str, jax.Array] | None  # un-normalised copies (weight_norm form "pre")
-    momentum: dict[str, jax.Array] | None  # M, [batch, heads, in, out]
-    norms: dict[str, jax.Array] | None  # targets of the weight norm, [batch, heads, 1, out]
-    buffer: Buffer | None  # the unfinished chunk, and what a window still reads
-    document: jax.Array | None = None  # id of the last token's document, [batch]; -1: none given
+    Attributes:
+      weights: the trained matrices in use, name to ``[batch, heads, in, out]``.
+      main: un-normalised copies of them (weight norm of the form "pre"), or ``None``.
+      momentum: the momentum M of each, likewise, or ``None``.
+      norms: the norms that the weight norm gives to their columns, ``[batch, heads, 1, out]``, or
+        ``None``.
+      buffer: the unfinished chunk, and what a window still reads, or ``None``.
+      document: id of the last token's document, ``[batch]`` int32, -1 where no ids were given.
+    """
+
+    weights: dict[str, jax.Array]
+    main: dict[str, jax.Array] | None
+    momentum: dict[str, jax.Array] | None
+    norms: dict[str, jax.Array] | None
+    buffer: Buffer | None
+    document: jax.Array | None = None
 
 
 class Slot(NamedTuple):
