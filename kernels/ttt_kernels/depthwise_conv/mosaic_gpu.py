@@ -23,6 +23,7 @@ from ttt_kernels import compat
 CHANNELS = 64  # of a block
 COLUMNS = 16  # tokens of an output row in registers; those beyond the image are thrown away
 MAX_ROWS = 32  # of an image, that two of them fit into shared memory
+MAX_PIXELS = 256  # of an image: what the copy engine takes along an axis
 _CTAS = 264  # two a multiprocessor
 
 
@@ -35,8 +36,8 @@ def unsupported(x: jax.Array, stride: int) -> str | None:
         return f"{stride=}; the Mosaic GPU kernel has stride 1"
     if channels % CHANNELS:
         return f"{channels} channels; the Mosaic GPU kernel takes multiples of {CHANNELS}"
-    if height > MAX_ROWS or width > COLUMNS:
-        limit = f"{MAX_ROWS} x {COLUMNS}"
+    if height > MAX_ROWS or width > COLUMNS or height * width > MAX_PIXELS:
+        limit = f"{MAX_ROWS} x {COLUMNS}, {MAX_PIXELS} in all"
         return f"{height} x {width} pixels; the Mosaic GPU kernel has at most {limit}"
     return compat.layout_problem()
 
