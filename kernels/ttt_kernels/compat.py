@@ -51,7 +51,8 @@ def gpu_interpret_params(detect_races: bool = True):
             f"the Mosaic GPU interpreter of jax {jax.__version__} cannot run wgmma with a "
             "transposed operand; it needs jax >= 0.11 (cross-lowering works on any version)"
         )
-    return mosaic_gpu().InterpretGPUParams(detect_races=detect_races)
+    # Code below Pallas is left out: of what runs here that is fences, which it does not need.
+    return mosaic_gpu().InterpretGPUParams(detect_races=detect_races, inline_mgpu="ignore")
 
 
 def reset_gpu_interpreter() -> None:
@@ -68,6 +69,15 @@ def load(ref, *, layout=None, optimized: bool = True):
     if JAX_VERSION < (0, 11):
         return plgpu.load(ref, (), layout=layout, optimized=optimized)
     return plgpu.load(ref, layout=layout, optimized=optimized)
+
+
+def store(ref, value) -> None:
+    """`ref[...] = value`; jax 0.12 has an operation for it, whose layouts it finds sooner."""
+    plgpu = mosaic_gpu()
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
 
 
 def target_platform() -> str:

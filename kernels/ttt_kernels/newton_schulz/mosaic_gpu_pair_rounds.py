@@ -22,6 +22,7 @@ from ttt_kernels.newton_schulz.mosaic_gpu_step import (
     Step,
     copy_in,
     copy_out,
+    fence,
     on_diagonal,
     span,
 )
@@ -175,8 +176,10 @@ class _Rounds:
             @pl.when(is_first)
             def _():
                 self.step.traces[corner + w] = _trace(_part(total, 0))
+                fence()
                 plgpu.barrier_arrive(self.memory.traced)
                 plgpu.barrier_wait(self.memory.traced)
+                fence()
 
         store, weights = self.storing(list(range(self.near_blocks))), self.step.weights()
         for d, column in enumerate(columns):

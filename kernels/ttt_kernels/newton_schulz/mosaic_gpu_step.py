@@ -8,6 +8,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
 
 from ttt_kernels import compat
 
@@ -73,6 +75,20 @@ def copy_out(source, reference, index) -> None:
             compat.mosaic_gpu().copy_smem_to_gmem(source, target.at[index])
 
         start() if here is None else pl.when(here)(start)
+
+
+def fence() -> None:
+    """Orders ordinary accesses to global memory before and after it, for all CTAs.
+
+    The barriers of Mosaic GPU order them for the threads of their own CTA alone, those of clusters
+    too: an arrival overtakes a store on its way to the other CTA, which then reads what was there.
+    """
+    @compat.mosaic_gpu().inline_mgpu()
+    def emit(_):
+        void = ir.Type.parse("!llvm.void")
+        llvm.inline_asm(void, [], "fence.acq_rel.gpu;", "~{memory}", has_side_effects=True)
+
+    emit()
 
 
 def span(number):
