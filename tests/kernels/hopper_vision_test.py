@@ -51,7 +51,7 @@ GLU = {  # batch, tokens, heads, clip
 
 
 @hopper.ways(GLU, ordinary=("one token",), xla=("70 tokens",))
-@pytest.mark.parametrize("zero", [False, True], ids=["", "zeros"])
+@pytest.mark.parametrize("zero", [False, True], ids=["random", "zeros"])
 def test_glu_step(case, way, zero):
     *sizes, clip = case
     x = glu_step_test.make(*sizes, 64, jnp.bfloat16)
@@ -70,7 +70,7 @@ def test_glu_step(case, way, zero):
 
 
 @hopper.ways({n: GLU[n] for n in ("ViTTT-B", "70 tokens")}, xla=("70 tokens",))
-@pytest.mark.parametrize("apart", [False, True], ids=["", "rows that lie apart"])
+@pytest.mark.parametrize("apart", [False, True], ids=["in a row", "apart"])
 def test_glu_step_beside(case, way, apart):
     *sizes, clip = case
     x = glu_step_test.make(*sizes, 64, jnp.bfloat16)
@@ -107,7 +107,7 @@ CONV = {  # batch, height, width, channels, residual
 
 
 @hopper.ways(CONV, ordinary=("one pixel",), xla=("odd",))
-@pytest.mark.parametrize("zero", [False, True], ids=["", "zeros"])
+@pytest.mark.parametrize("zero", [False, True], ids=["random", "zeros"])
 def test_depthwise_conv(case, way, zero):
     *sizes, residual = case
     x, kernel, bias = depthwise_conv_test.make(*sizes, jnp.bfloat16)
