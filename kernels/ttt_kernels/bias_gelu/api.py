@@ -8,10 +8,11 @@ import jax
 
 from ttt_kernels import compat
 from ttt_kernels.arguments import check_array
-from ttt_kernels.bias_gelu import triton, xla
-from ttt_kernels.choice import xla_or_hopper
+from ttt_kernels.bias_gelu import mosaic_gpu, xla
+from ttt_kernels.choice import choose
 
-Implementation = Literal["xla", "triton"]
+Implementation = Literal["xla", "mosaic_gpu"]
+_MODULES = {"mosaic_gpu": mosaic_gpu, "xla": xla}
 
 
 def bias_gelu(
@@ -24,9 +25,9 @@ def bias_gelu(
     Args:
       x: [rows, features] floats, no axis empty.
       bias: [features] floats.
-      implementation: "xla" (any device), "triton" (one kernel each way for Hopper GPUs), or None,
-        which picks the fastest that runs here and logs the choice once. A named implementation
-        never falls back.
+      implementation: "xla" (any device), "mosaic_gpu" (one kernel each way for Hopper GPUs), or
+        None, which picks the fastest that runs here and logs the choice once. A named
+        implementation never falls back.
 
     Returns:
       Like x; computed in at least float32. The kernels' Φ is off by at most 3e-7.
@@ -48,6 +49,6 @@ def bias_gelu(
         raise ValueError(f"x has shape {x.shape}; it must be [rows, features], no axis empty")
     if bias.shape != x.shape[1:]:
         raise ValueError(f"bias has shape {bias.shape}; it must be {x.shape[1:]} to match x")
-    problem = triton.unsupported(x) or compat.triton_problem()
-    module = xla_or_hopper("bias_gelu", implementation, problem, xla, triton, name="triton")
+    problem = mosaic_gpu.unsupported(x) or compat.hopper_problem()
+    module = choose("bias_gelu", implementation, _MODULES, {"mosaic_gpu": problem})
     return module.bias_gelu(x, bias)

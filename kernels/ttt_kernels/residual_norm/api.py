@@ -8,10 +8,11 @@ import jax
 
 from ttt_kernels import compat
 from ttt_kernels.arguments import check_array
-from ttt_kernels.choice import xla_or_hopper
-from ttt_kernels.residual_norm import triton, xla
+from ttt_kernels.choice import choose
+from ttt_kernels.residual_norm import mosaic_gpu, xla
 
-Implementation = Literal["xla", "triton"]
+Implementation = Literal["xla", "mosaic_gpu"]
+_MODULES = {"mosaic_gpu": mosaic_gpu, "xla": xla}
 
 
 def residual_norm(
@@ -42,9 +43,9 @@ def residual_norm(
       scale: [features] floats.
       bias: [features] floats.
       epsilon: added to the variance, in units of x².
-      implementation: "xla" (any device), "triton" (one kernel each way for Hopper GPUs), or None,
-        which picks the fastest that runs here and logs the choice once. A named implementation
-        never falls back.
+      implementation: "xla" (any device), "mosaic_gpu" (one kernel each way for Hopper GPUs), or
+        None, which picks the fastest that runs here and logs the choice once. A named
+        implementation never falls back.
 
     Returns:
       (s, y), like x; sums and norms are taken in at least float32.
@@ -125,5 +126,5 @@ def _check_vector(name: str, array, x) -> None:
 
 
 def _module(operation: str, x, implementation):
-    problem = triton.unsupported(x) or compat.triton_problem()
-    return xla_or_hopper(operation, implementation, problem, xla, triton, name="triton")
+    problem = mosaic_gpu.unsupported(x) or compat.hopper_problem()
+    return choose(operation, implementation, _MODULES, {"mosaic_gpu": problem})
