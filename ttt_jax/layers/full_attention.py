@@ -7,7 +7,9 @@ from flax import nnx
 from ttt_jax.layers import attention_cudnn
 from ttt_jax.layers.attention import IMPLEMENTATIONS, masked_softmax_attention
 from ttt_jax.layers.linear import Linear, by_rows
+from ttt_jax.layers.norm_rows import norm_rows
 from ttt_jax.layers.rms_norm import RMSNorm, at_least_float32
+from ttt_jax.sharding import devices_along
 
 
 def full_attention(q, k, v, *, implementation: str = "auto"):
@@ -96,18 +98,31 @@ class FullAttention(nnx.Module):
 
         self.q_norm, self.k_norm = norm(), norm()
 
-    def __call__(self, x):
+    def __call__(self, x, batch: str = "images"):
         """Mixes the tokens of each row.
 
         Args:
           x: [rows, time, hidden].
+          batch: logical name of the rows.
 
         Returns:
           [rows, time, hidden] in the compute dtype.
         """
-        parts = self.qkv.split(x.reshape(-1, x.shape[-1]))
+        rows = x.reshape(-1, x.shape[-1])
+        if self.q_norm is None:
+            parts = self.qkv.split(rows)
+        elif devices_along("heads") > 1:  # where queries and keys side by side would be gathered
+            q, k, v = self.qkv.split(rows)
+            parts = *self._norm(q, (self.q_norm,), batch), *self._norm(k, (self.k_norm,), batch), v
+        else:
+            both, v = self.qkv.split(rows, (2, 1))
+            parts = *self._norm(both, (self.q_norm, self.k_norm), batch), v
         q, k, v = (y.reshape(*x.shape[:2], self.heads, -1) for y in parts)
-        if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
         mixed = full_attention(q, k, v, implementation=self.implementation)
         return by_rows(self.out, mixed.reshape(x.shape))
+
+    def _norm(self, x, norms, batch: str):
+        """Each part of x [rows, parts · hidden] by a norm of its own."""
+        scales = jnp.stack([norm.scale[...] for norm in norms])
+        size, epsilon = scales.shape[1], norms[0].epsilon
+        return norm_rows(x, scales, ("rms",) * len(norms), size, epsilon, batch)

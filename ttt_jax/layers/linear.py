@@ -70,22 +70,41 @@ class Linear(nnx.Module):
         out_dtype, kernel = out_dtype or self.dtype, self.kernel[...].astype(self.dtype)
         return jnp.tensordot(x.astype(self.dtype), kernel, axes=1, preferred_element_type=out_dtype)
 
-    def split(self, x):
-        """The products with each part of a kernel [in, parts, out], one by one.
+    def split(self, x, together: Sequence[int] | None = None):
+        """The products with each part of a kernel [in, parts, out], one by one or some together.
 
         The same values as slices of the whole product. On a GPU neither the slices nor, in the
         backward pass, the gradient put together from theirs are copied.
 
         Args:
           x: [..., in_features], any float dtype.
+          together: how many neighbouring parts each product makes, side by side; one if None.
 
         Returns:
-          A list of [..., out], one a part, in the layer's dtype.
+          A list of [..., out of a product's parts], in the layer's dtype.
         """
         x, kernel = x.astype(self.dtype), self.kernel[...].astype(self.dtype)
         bias = None if self.bias is None else self.bias[...].astype(self.dtype)
-        made = [jnp.tensordot(x, kernel[:, i], axes=1) for i in range(kernel.shape[1])]
-        return made if bias is None else [y + bias[i] for i, y in enumerate(made)]
+        if together is None:
+            made = [jnp.tensordot(x, kernel[:, i], axes=1) for i in range(kernel.shape[1])]
+            return made if bias is None else [y + bias[i] for i, y in enumerate(made)]
+        start, made = 0, []
+        for count in together:
+            parts = slice(start, start + count)
+            x = x if start == 0 else _apart(x)
+            y = jnp.tensordot(x, kernel[:, parts].reshape(len(kernel), -1), axes=1)
+            made.append(y if bias is None else y + bias[parts].reshape(-1))
+            start += count
+        return made
+
+
+@jax.custom_vjp
+def _apart(x):
+    """x, whose products XLA does not join with others of x, to slice them apart again."""
+    return jax.lax.optimization_barrier(x)
+
+
+_apart.defvjp(lambda x: (_apart(x), None), lambda _, error: (error,))
 
 
 def by_rows(layer, x, **options):

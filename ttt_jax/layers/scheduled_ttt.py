@@ -8,11 +8,12 @@ from flax import nnx
 
 from ttt_jax.inner_loop.spec import InnerLoop, Span
 from ttt_jax.inner_loop.updates import State
-from ttt_jax.layers.activations import silu
 from ttt_jax.layers.fast_weights import FastWeights
-from ttt_jax.layers.linear import Linear, by_rows, inverse_softplus
-from ttt_jax.layers.rms_norm import RMSNorm, at_least_float32, l2_normalize
+from ttt_jax.layers.linear import Linear, inverse_softplus
+from ttt_jax.layers.norm_rows import norm_rows
+from ttt_jax.layers.rms_norm import RMSNorm, at_least_float32
 from ttt_jax.layers.sharded import sharded_spans
+from ttt_jax.sharding import devices_along
 
 _NORM_EPSILON = 1e-5
 _GAIN = 2**0.5  # of the initial fast weights, as for a rectified layer
@@ -111,19 +112,27 @@ class ScheduledTTT(nnx.Module):
             # Updates read keys, values and rates: nothing is computed for the tokens behind them.
             learnt = max((span.end for span in spans if span.update), default=1)
             learnt = x if spec.query == "key" else x[:, :learnt]
-            (q, *_), (_, k, v) = self._heads(x), self._heads(learnt)
+            rows = "parts" if parts > 1 else "batch"
+            q, (k, v) = self._heads(x, rows)[0], self._heads(learnt, rows)[1:]
             gates = {} if self.rate is None else {"lr": self._rates(learnt)}
             options = dict(parts=parts, initial_state=initial_state, mode=self.mode)
-            tokens = (_unit(q), _unit(k), silu(v))
-            out, state = sharded_spans(spec, self.weights(), *tokens, **options, **gates)
-            return by_rows(self.out, self.norm(out).reshape(x.shape)), state
+            out, state = sharded_spans(spec, self.weights(), q, k, v, **options, **gates)
+            out, size = out.reshape(-1, x.shape[-1]), out.shape[-1]
+            scale = self.norm.scale[...][None]
+            (out,) = norm_rows(out, scale, ("rms",), size, _NORM_EPSILON, rows)
+            return self.out(out).reshape(x.shape), state
 
-    def _heads(self, x):
-        """q, k and v before their activations, [batch, time, heads, head_dim] each.
+    def _heads(self, x, rows: str):
+        """l2(silu(q)), l2(silu(k)) and silu(v), [batch, time, heads, head_dim] each.
 
-        The compiler drops the product of one that is not used.
+        The compiler drops what is not used.
         """
-        made = self.qkv.split(x.reshape(-1, x.shape[-1]))
+        # Parts side by side would be gathered where the heads are cut.
+        together = (1, 2) if devices_along("heads") == 1 else None
+        kinds, made, size = ["unit", "unit", "silu"], [], x.shape[-1] // self.heads
+        for y in self.qkv.split(x.reshape(-1, x.shape[-1]), together):
+            some = tuple(kinds.pop(0) for _ in range(y.shape[-1] // x.shape[-1]))
+            made += norm_rows(y, None, some, size, _NORM_EPSILON, rows)
         return [y.reshape(*x.shape[:2], self.heads, -1) for y in made]
 
     def _rates(self, x):
@@ -133,16 +142,6 @@ class ScheduledTTT(nnx.Module):
         product = _wide_product if x.dtype == jnp.bfloat16 else _exact_product
         sums = product(rows, columns).reshape(*x.shape[:2], *bias.shape)
         return jax.nn.softplus(sums + bias + inverse_softplus(self.base_rate)).mT
-
-
-@jax.checkpoint
-def _unit(x):
-    """l2(silu(x)); the backward pass keeps x alone.
-
-    Were its second computation found to be that of the forward pass, XLA would keep a float32 array
-    from one to the other.
-    """
-    return l2_normalize(silu(x), _NORM_EPSILON)
 
 
 def _exact_product(x, w):
