@@ -1,9 +1,11 @@
 """The two-layer GELU feed-forward layer of vision transformers."""
 
+import functools
+
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
-from ttt_jax.layers.activations import gelu
 from ttt_jax.layers.linear import Linear, by_rows
 from ttt_jax.sharding import on_each_device
 from ttt_kernels.bias_gelu import bias_gelu
@@ -46,36 +48,36 @@ class GeluMLP(nnx.Module):
         self.up = Linear(hidden_size, intermediate_size, names=wide, stddev=stddev, **options)
         self.down = Linear(intermediate_size, hidden_size, names=back, stddev=out_stddev, **options)
 
-    def __call__(self, x):
+    def __call__(self, x, rows: str = "images"):
         """Applies the layer.
 
         Args:
           x: [..., hidden_size].
+          rows: as of `branch`.
 
         Returns:
           [..., hidden_size] in the layer's dtype.
         """
-        y, bias = self.branch(x)
+        y, bias = self.branch(x, rows)
         return y if bias is None else y + bias.astype(y.dtype)
 
-    def branch(self, x):
+    def branch(self, x, rows: str = "images"):
         """The layer without its last bias, for those who add that in a pass of their own.
 
         Args:
           x: [..., hidden_size], of which only the first axis is cut over devices.
+          rows: logical name of that axis.
 
         Returns:
           ([..., hidden_size] in the layer's dtype, the bias [hidden_size] or None).
         """
         with jax.named_scope("mlp"):
-            hidden = by_rows(self._hidden, x)
+            hidden = by_rows(functools.partial(self._hidden, rows=rows), x)
             bias = None if self.down.bias is None else self.down.bias[...]
             return by_rows(self.down.product, hidden), bias
 
-    def _hidden(self, x):
+    def _hidden(self, x, rows: str):
         """gelu(x W_up + b_up) of [rows, hidden_size]."""
-        y = self.up.product(x)
-        if self.up.bias is None:
-            return gelu(y)
-        rows = ("images", "mlp")
-        return on_each_device(bias_gelu, (y, self.up.bias[...]), (rows, ("mlp",)), rows)
+        y, names = self.up.product(x), (rows, "mlp")
+        bias = jnp.zeros(y.shape[1:]) if self.up.bias is None else self.up.bias[...]
+        return on_each_device(bias_gelu, (y, bias), (names, ("mlp",)), names)

@@ -19,6 +19,7 @@ from ttt_jax.layers.gelu_mlp import GeluMLP
 from ttt_jax.layers.layer_norm import LayerNorm
 from ttt_jax.layers.linear import Linear, by_rows
 from ttt_jax.layers.rays import Cameras, check_patches, patchify, pluecker_rays, unpatchify
+from ttt_jax.layers.residual import add_and_norm
 from ttt_jax.layers.rms_norm import at_least_float32
 from ttt_jax.layers.scene_parts import cut_views, join_views, view_parts
 from ttt_jax.layers.scheduled_ttt import ScheduledTTT
@@ -83,11 +84,13 @@ class ViewBlock(nnx.Module):
         """
         batch, views, time, size = x.shape
         names = _names(parts)
-        rows = self.attention_norm(x).reshape(batch * views, time, size)
-        x = constrain(x + self.attention(rows).reshape(x.shape), names)
-        mixed, state = self.ttt(self.ttt_norm(x).reshape(batch, -1, size), spans, state, parts)
-        x = constrain(x + mixed.reshape(x.shape), names)
-        return constrain(x + self.mlp(self.mlp_norm(x)), names), state
+        rows = names[0]
+        x, y = add_and_norm(x, self.attention_norm, rows=rows)
+        y = self.attention(y.reshape(batch * views, time, size), rows)
+        x, y = add_and_norm(x, self.ttt_norm, branch=y.reshape(x.shape), rows=rows)
+        y, state = self.ttt(y.reshape(batch, -1, size), spans, state, parts)
+        x, y = add_and_norm(x, self.mlp_norm, branch=y.reshape(x.shape), rows=rows)
+        return constrain(x + self.mlp(y, rows), names), state
 
 
 class LactNVS(nnx.Module):
@@ -149,9 +152,9 @@ class LactNVS(nnx.Module):
         """
         _check_views(images, cameras)
         parts = view_parts(images.shape[1], target_cameras.poses.shape[1])
-        given = self._tokens(cameras, images, parts=parts)
-        asked = self._tokens(target_cameras, None, *images.shape[2:4], parts=parts)
-        x = jnp.concatenate([given, asked], 1)
+        given = self._patches(cameras, images, parts=parts)
+        asked = self._patches(target_cameras, None, *images.shape[2:4], parts=parts)
+        x = self._tokens(jnp.concatenate([given, asked], 1), parts)
         inputs, total = (math.prod(y.shape[1:3]) for y in (given, x))
         spans = [Span(0, inputs, True, False), Span(0, total, False, True)]
         x, _ = self._run(x, None, spans, parts, keep_states=False)
@@ -173,7 +176,7 @@ class LactNVS(nnx.Module):
         """
         _check_views(images, cameras)
         parts = view_parts(images.shape[1])
-        x = self._tokens(cameras, images, parts=parts)
+        x = self._tokens(self._patches(cameras, images, parts=parts), parts)
         return self._run(x, None, [Span(0, x.shape[1] * x.shape[2], True, True)], parts)[1]
 
     def render(self, states: State, target_cameras: Cameras, height: int, width: int):
@@ -192,7 +195,7 @@ class LactNVS(nnx.Module):
           ValueError: if shapes do not fit, or the patch size does not divide the image.
         """
         parts = view_parts(target_cameras.poses.shape[1])
-        x = self._tokens(target_cameras, None, height, width, parts)
+        x = self._tokens(self._patches(target_cameras, None, height, width, parts), parts)
         x, _ = self._run(x, states, [Span(0, x.shape[1] * x.shape[2], False, True)], parts)
         return self._images(x, height, width, parts)
 
@@ -241,8 +244,8 @@ class LactNVS(nnx.Module):
         ends = 2 * size * pixels * (_CHANNELS * tokens + 3 * (tokens - inputs))
         return float(config.num_layers * layer + ends)
 
-    def _tokens(self, cameras: Cameras, images, height: int = 0, width: int = 0, parts: int = 1):
-        """[parts · batch, views / parts, tokens, hidden] of views with, or without, colours."""
+    def _patches(self, cameras: Cameras, images, height: int = 0, width: int = 0, parts: int = 1):
+        """[parts · batch, views / parts, tokens, numbers] of views with, or without, colours."""
         if images is not None:
             height, width = images.shape[2:4]
         check_patches(height, width, self.config.patch_size)
@@ -252,8 +255,12 @@ class LactNVS(nnx.Module):
             colour = jnp.zeros_like(rays[..., :3])
             if images is not None:
                 colour = images.astype(rays.dtype) * 2 - 1
-            x = patchify(jnp.concatenate([rays, colour], -1), self.config.patch_size)
-            return constrain(self.embed_norm(by_rows(self.embed, x)), _names(parts))
+            return patchify(jnp.concatenate([rays, colour], -1), self.config.patch_size)
+
+    def _tokens(self, patches, parts: int):
+        """[parts · batch, views / parts, tokens, hidden] of patches."""
+        with jax.named_scope("embed"):
+            return constrain(self.embed_norm(by_rows(self.embed, patches)), _names(parts))
 
     def _images(self, x, height: int, width: int, parts: int):
         """[batch, target views, height, width, 3]."""
