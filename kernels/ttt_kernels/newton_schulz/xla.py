@@ -57,10 +57,10 @@ def _backward(coefficients, kept, g):
     wide = jnp.promote_types(g.dtype, jnp.float32)
     for (_, b, c), (x, gram, polynomial) in zip(coefficients[::-1], kept[::-1], strict=True):
         outer = (g @ x.mT).astype(wide)
-        both = outer + outer.mT
-        mixed = (both.astype(g.dtype) @ gram).astype(wide)
-        d_gram = (b * both + c * (mixed + mixed.mT)).astype(g.dtype)
-        g = ((polynomial @ g).astype(wide) + (d_gram @ x).astype(wide)).astype(g.dtype)
+        both = (outer + outer.mT).astype(g.dtype)  # in g's dtype: XLA fuses one transpose, not two
+        mixed = (both @ gram).astype(wide)
+        d_gram = (b * both.astype(wide) + c * (mixed + mixed.mT)).astype(g.dtype)
+        g = polynomial @ g + d_gram @ x
     return (g,)
 
 
