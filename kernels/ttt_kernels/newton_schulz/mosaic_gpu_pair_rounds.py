@@ -10,6 +10,7 @@ as a row above the diagonal.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,7 @@ class Memory:
         transposed operand, [2 s, 64 s, 64].
       lefts: [s, 3, 64, 64], for each warpgroup: blocks of left operands and of `other`, the n-th
         of a step in slot n % 3, and blocks of the result in slots that are empty.
+      rows: [s, 64] float32, for each warpgroup: sums of the rows of a block.
       full: a block row of the panel is loaded.
       free: a block row of the panel has been used by all warpgroups.
       here: a slot of `lefts` is loaded.
@@ -50,6 +52,7 @@ class Memory:
     strips: int
     panels: tuple
     lefts: jax.Array
+    rows: jax.Array
     full: jax.Array
     free: jax.Array
     here: jax.Array
@@ -69,6 +72,7 @@ class Memory:
         return [
             plgpu.RefUnion(shared(depth, BLOCK, width), shared(depth, width, BLOCK)),
             shared(strips, _SLOTS, BLOCK, BLOCK),
+            plgpu.SMEM((strips, BLOCK), jnp.float32),
             plgpu.Barrier(num_arrivals=1, num_barriers=depth),
             plgpu.Barrier(num_arrivals=strips, num_barriers=depth),
             plgpu.Barrier(num_arrivals=1, num_barriers=strips * _SLOTS),
@@ -175,7 +179,8 @@ class _Rounds:
         if self.step.traces is not None:
             @pl.when(is_first)
             def _():
-                self.step.traces[corner + w] = _trace(_part(total, 0))
+                trace = _trace(_part(total, 0), self.memory.rows.at[w])
+                self.step.traces[corner + w] = trace
                 fence()
                 plgpu.barrier_arrive(self.memory.traced)
                 plgpu.barrier_wait(self.memory.traced)
@@ -339,5 +344,11 @@ def _part(total, d: int):
     return total[:, d * BLOCK : (d + 1) * BLOCK]
 
 
-def _trace(block):
-    return jnp.sum(jnp.sum(jnp.where(on_diagonal(block.shape), block, 0.0), axis=1))
+def _trace(block, rows):
+    """The sum of a block's diagonal, by way of a warpgroup's own shared memory.
+
+    Mosaic GPU adds over rows, which are in several warps, by way of memory that all warpgroups
+    share, and at the same time.
+    """
+    rows[...] = jnp.sum(jnp.where(on_diagonal(block.shape), block, 0.0), axis=1)
+    return functools.reduce(jnp.add, [rows[i] for i in range(BLOCK)])
