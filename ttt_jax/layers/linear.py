@@ -92,7 +92,7 @@ class Linear(nnx.Module):
         for count in together:
             parts = slice(start, start + count)
             x = x if start == 0 else _apart(x)
-            y = jnp.tensordot(x, kernel[:, parts].reshape(len(kernel), -1), axes=1)
+            y = jnp.tensordot(x, _apart(kernel[:, parts].reshape(len(kernel), -1)), axes=1)
             made.append(y if bias is None else y + bias[parts].reshape(-1))
             start += count
         return made
@@ -100,7 +100,11 @@ class Linear(nnx.Module):
 
 @jax.custom_vjp
 def _apart(x):
-    """x, whose products XLA does not join with others of x, to slice them apart again."""
+    """x as an array of its own.
+
+    XLA joins products of one x, to slice them apart again, and cuts a part of the weights anew in
+    each of its products.
+    """
     return jax.lax.optimization_barrier(x)
 
 
