@@ -93,7 +93,10 @@ def _read(
         done += span.update
         if span.apply:
             read = apply(spec, static, states[done], _cut(tokens, span).q, backend)
-            out = out.at[:, :, span.start : span.end].set(read.astype(out.dtype))
+            # Not `out.at[...].set`: of a span of all tokens it has an empty array of indices, at
+            # which XLA of jaxlib 0.11 ends in a segmentation fault inside of a shard_map.
+            read = read.astype(out.dtype)
+            out = jax.lax.dynamic_update_slice_in_dim(out, read, span.start, 2)
     return out
 
 
