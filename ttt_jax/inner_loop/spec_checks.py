@@ -19,6 +19,8 @@ def check_spec(spec) -> None:
     """Raises ``ValueError`` for the first field of ``spec`` that is wrong or excludes another."""
     if not isinstance(spec.fast_net, FastNet):
         raise ValueError(f"fast_net={spec.fast_net!r}: use a FastNet, e.g. fast_nets.SwiGLU()")
+    if not spec.fast_net.names:
+        raise ValueError(f"{type(spec.fast_net).__name__} must define names, those of its matrices")
     if not isinstance(spec.loss, Loss):
         raise ValueError(f"loss={spec.loss!r}: use a Loss, e.g. losses.DotProduct()")
     finite("fast_net.init_scale", spec.fast_net.init_scale, least=0)

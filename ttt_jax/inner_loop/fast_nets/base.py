@@ -57,6 +57,9 @@ class FastNet:
 
     def apply(self, weights: Weights, x: jax.Array) -> jax.Array:
         """``f(x)``: ``[..., time, key_dim]`` to ``[..., time, value_dim]``."""
+        if self.last is None:
+            name = type(self).__name__
+            raise NotImplementedError(f"{name} must define apply, or last and features")
         out = dense(self.features(weights, x), weights[self.last])
         gate = self.gate(weights, x)
         return out if gate is None else out * gate
@@ -67,7 +70,8 @@ class FastNet:
 
     def features(self, weights: Weights, x: jax.Array) -> jax.Array:
         """``φ(x; Θ)``, the input of the last layer, ``[..., time, features]``."""
-        raise NotImplementedError(f"{type(self).__name__} has no linear last layer")
+        name = type(self).__name__
+        raise NotImplementedError(f"{name} must define features for last={self.last!r}")
 
     def gradient(
         self, weights: Weights, x: jax.Array, cotangent: Cotangent, rates: Rates
