@@ -61,14 +61,14 @@ def test_hidden(case, way):
         hopper.check(got, hopper.exact(functools.partial(program, "reference"), *arguments))
 
 
-def check(way, weights, x, trained, kernels, between=False):
+def check(way, weights, x, trained, kernels, between=False, form="mosaic_gpu"):
     given = hopper.scattered(x) if between else x
 
     def program(name, weights, x):
         x = hopper.gathered(x) if between else x
         return results.__wrapped__(weights, x, named(name), trained)
 
-    by_kernels = functools.partial(program, hopper.implementation(way))
+    by_kernels = functools.partial(program, hopper.implementation(way, form))
     got = hopper.run(way, by_kernels, weights, given, kernels=kernels)
     if got is not None:
         want = hopper.exact(functools.partial(program, "reference"), weights, given)
@@ -86,6 +86,13 @@ def test_all_gradients(case, way):
 def test_gradient_of_the_last(case, way):
     kernels = {"swiglu_hidden", "swiglu_errors"}
     check(way, *prepared(case, 1), "last", kernels)
+
+
+@hopper.ways({"LaCT": (1, 300, 2, 384, 384, 384), "narrow": (2, 8, 1, 64, 128, 64)},
+             xla=("narrow",))  # fmt: skip
+def test_between_the_products_of_xla(case, way):
+    kernels = {"glu_errors_forward", "glu_errors_backward", "glu_hidden_backward"}
+    check(way, *prepared(case, 3), "all", kernels, form="xla")
 
 
 ODD = {f"{what}, {trained}": (what, trained)

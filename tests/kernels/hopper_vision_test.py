@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import pytest
 
 from tests.kernels import bias_gelu_test, depthwise_conv_test, glu_step_test, hopper
+from tests.kernels import norm_parts_test as parts_test
 from tests.kernels import residual_norm_test as norm_test
 from ttt_kernels.bias_gelu import api as gelu_api
 from ttt_kernels.bias_gelu import bias_gelu
 from ttt_kernels.depthwise_conv import depthwise_conv
 from ttt_kernels.glu_step import glu_step, glu_step_beside
+from ttt_kernels.norm_parts import norm_parts
 from ttt_kernels.residual_norm import add_branch, residual_norm
 from ttt_kernels.residual_norm import api as norm_api
 
@@ -146,6 +148,22 @@ def test_residual_norm(case, way, form):
 
     kernels = {"residual_norm_forward", "residual_norm_backward"}
     check(way, norm_test.results.__wrapped__, x, function, kernels, form)
+
+
+@hopper.ways({name: name for name in parts_test.CASES}, xla=("query",))
+def test_norm_parts(case, way):
+    def function(name):
+        def run(x, scales, kinds, size, epsilon):
+            return norm_parts(x, scales, kinds=kinds, size=size, epsilon=epsilon,
+                              implementation=name)  # fmt: skip
+
+        return run
+
+    def results(x, function):
+        return parts_test.results.__wrapped__(*x, function, case)
+
+    x = parts_test.make(case, jnp.bfloat16)
+    check(way, results, x, function, {"norm_parts_forward", "norm_parts_backward"}, "triton")
 
 
 GELU = {f"{rows} x {features}": (rows, features)
