@@ -55,8 +55,3 @@ def choose(
 @functools.cache
 def _log(operation: str, implementation: str, reason: str) -> None:
     _logger.info("%s runs by implementation=%r: %s", operation, implementation, reason)
-
-
-def xla_or_hopper(operation, implementation, problem, xla, kernels, name="mosaic_gpu"):
-    """`choose` between XLA and kernels."""
-    return choose(operation, implementation, {name: kernels, "xla": xla}, {name: problem})

@@ -1,6 +1,7 @@
 """View synthesis: the squared error of rendered views; PSNR, SSIM, LPIPS of held-out scenes."""
 
 import functools
+import itertools
 import pathlib
 from typing import Any
 
@@ -149,8 +150,8 @@ class Views:
         if jax.process_count() > 1:
             return []
         examples = self._source.examples("eval")
-        found = (examples.example(index) for index in range(len(examples)))
-        shown = [example for example in found if example is not None][:_PICTURED]
+        made = map(examples.example, range(len(examples)))  # no more of them than are drawn
+        shown = list(itertools.islice((x for x in made if x is not None), _PICTURED))
         batch = {
             name: np.stack([getattr(example, name) for example in shown])
             for name in ("images", "intrinsics", "poses")
