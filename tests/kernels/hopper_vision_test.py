@@ -108,7 +108,7 @@ CONV = {  # batch, height, width, channels, residual
 }
 
 
-@hopper.ways(CONV, ordinary=("one pixel",), xla=("odd",))
+@hopper.ways(CONV, ordinary=("one pixel",))
 @pytest.mark.parametrize("zero", [False, True], ids=["random", "zeros"])
 def test_depthwise_conv(case, way, zero):
     *sizes, residual = case
