@@ -13,6 +13,7 @@ _ROOT = pathlib.Path(__file__).parent.parent
 
 # A module of ttt_jax imports modules of the groups before its own, and of its own folder.
 _ORDER = (
+    {"config_checks"},
     {"array_types", "config", "config_images", "config_views"}
     | {"processes", "sharding", "tables"},
     {"config_files", "recipes"},

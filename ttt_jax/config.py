@@ -10,25 +10,9 @@ import importlib
 import json
 from typing import Any
 
+from ttt_jax.config_checks import check, check_count, check_number
+
 _PACKAGE = "ttt_jax"
-
-
-def _check(condition: bool, name: str, value: Any, rule: str) -> None:
-    """Raises ValueError(name, value, rule) unless `condition` holds."""
-    if not condition:
-        raise ValueError(f"config.{name}={value!r}: {rule}")
-
-
-def _check_count(name: str, value: Any, minimum: int) -> None:
-    """Raises ValueError unless `value` is an int (no bool) of at least `minimum`."""
-    is_int = isinstance(value, int) and not isinstance(value, bool)
-    _check(is_int and value >= minimum, name, value, f"must be an integer >= {minimum}")
-
-
-def _check_range(name: str, value: Any, low: float, high: float) -> None:
-    """Raises ValueError unless low <= value <= high (NaN fails)."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    _check(is_number and low <= value <= high, name, value, f"must lie in [{low}, {high}]")
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -83,14 +67,13 @@ class DataConfig:
 
     def validate(self) -> None:
         """Checks every field. Raises ValueError naming the field, its value and the rule."""
-        _check(bool(self.source), "data.source", self.source, 'name "builtin" or a path')
-        _check(bool(self.tokenizer), "data.tokenizer", self.tokenizer, 'name "bytes" or a path')
-        exclusive = 0.0 < self.eval_fraction < 1.0
-        _check(exclusive, "data.eval_fraction", self.eval_fraction, "must lie in (0, 1)")
-        _check_count("data.sequence_length", self.sequence_length, 1)
-        _check_count("data.batch_size", self.batch_size, 1)
-        _check_count("data.shuffle_seed", self.shuffle_seed, 0)
-        _check_count("data.num_workers", self.num_workers, 0)
+        check(bool(self.source), "data.source", self.source, 'name "builtin" or a path')
+        check(bool(self.tokenizer), "data.tokenizer", self.tokenizer, 'name "bytes" or a path')
+        check_number("data.eval_fraction", self.eval_fraction, "(0, 1)")
+        check_count("data.sequence_length", self.sequence_length, 1)
+        check_count("data.batch_size", self.batch_size, 1)
+        check_count("data.shuffle_seed", self.shuffle_seed, 0)
+        check_count("data.num_workers", self.num_workers, 0)
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -127,17 +110,15 @@ class OptimizerConfig:
     def validate(self) -> None:
         """Checks every field. Raises ValueError naming the field, its value and the rule."""
         known = self.name in ("adamw", "muon")
-        _check(known, "optimizer.name", self.name, 'must be "adamw" or "muon"')
-        _check_range("optimizer.learning_rate", self.learning_rate, 0.0, 10.0)
-        _check_range("optimizer.muon_learning_rate", self.muon_learning_rate, 0.0, 10.0)
-        _check_range("optimizer.end_fraction", self.end_fraction, 0.0, 1.0)
-        _check_count("optimizer.warmup_steps", self.warmup_steps, 0)
+        check(known, "optimizer.name", self.name, 'must be "adamw" or "muon"')
+        check_count("optimizer.warmup_steps", self.warmup_steps, 0)
+        for name in ("learning_rate", "muon_learning_rate", "weight_decay"):
+            check_number(f"optimizer.{name}", getattr(self, name), "[0, 10]")
         for name in ("b1", "b2", "muon_momentum"):
-            value = getattr(self, name)
-            _check(0.0 <= value < 1.0, f"optimizer.{name}", value, "must lie in [0, 1)")
-        _check(self.eps > 0.0, "optimizer.eps", self.eps, "must be positive")
-        _check_range("optimizer.weight_decay", self.weight_decay, 0.0, 10.0)
-        _check(self.clip_norm >= 0.0, "optimizer.clip_norm", self.clip_norm, "must be >= 0")
+            check_number(f"optimizer.{name}", getattr(self, name), "[0, 1)")
+        check_number("optimizer.end_fraction", self.end_fraction, "[0, 1]")
+        check_number("optimizer.eps", self.eps, "(0, inf)")
+        check_number("optimizer.clip_norm", self.clip_norm, "[0, inf]")
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -186,13 +167,12 @@ class TrainConfig:
             "max_nonfinite_steps",
             "profile_steps",
         ):
-            _check_count(f"train.{name}", getattr(self, name), 0)
+            check_count(f"train.{name}", getattr(self, name), 0)
         for name in ("accumulation_steps", "loss_chunk", "log_every", "save_every"):
-            _check_count(f"train.{name}", getattr(self, name), 1)
-        below_one = 0.0 <= self.ema_decay < 1.0
-        _check(below_one, "train.ema_decay", self.ema_decay, "must lie in [0, 1)")
+            check_count(f"train.{name}", getattr(self, name), 1)
+        check_number("train.ema_decay", self.ema_decay, "[0, 1)")
         # With one checkpoint kept, a corrupt newest one would leave nothing to fall back to.
-        _check_count("train.keep", self.keep, 2)
+        check_count("train.keep", self.keep, 2)
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -218,8 +198,8 @@ class MeshConfig:
         """Checks every field. Raises ValueError naming the field, its value and the rule."""
         sizes = (self.data, self.fsdp, self.seq, self.model)
         for name, size in zip(("data", "fsdp", "seq", "model"), sizes, strict=True):
-            _check(size == -1 or size >= 1, f"mesh.{name}", size, "must be -1 or at least 1")
-        _check(sizes.count(-1) <= 1, "mesh", sizes, "at most one axis may be -1")
+            check(size == -1 or size >= 1, f"mesh.{name}", size, "must be -1 or at least 1")
+        check(sizes.count(-1) <= 1, "mesh", sizes, "at most one axis may be -1")
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -249,12 +229,12 @@ class Config:
             part.validate()
         parts = self.train.accumulation_steps
         rule = f"must be a multiple of config.train.accumulation_steps={parts}"
-        _check(self.data.batch_size % parts == 0, "data.batch_size", self.data.batch_size, rule)
+        check(self.data.batch_size % parts == 0, "data.batch_size", self.data.batch_size, rule)
         if self.mesh.seq > 1:
             rule = f"must be a multiple of config.mesh.seq={self.mesh.seq}"
             for name in self.data.cut_by_seq():
                 count = getattr(self.data, name)
-                _check(count % self.mesh.seq == 0, f"data.{name}", count, rule)
+                check(count % self.mesh.seq == 0, f"data.{name}", count, rule)
 
 
 def to_dict(config: Any) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any
 
+from ttt_jax.config_checks import check, check_count, check_number
+
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class ImageConfig:
@@ -62,25 +64,18 @@ class ImageConfig:
 
     def validate(self) -> None:
         """Checks every field. Raises ValueError naming the field, its value and the rule."""
-        _check(bool(self.source), "source", self.source, 'name "builtin", a folder or "tfds:NAME"')
-        fraction, smoothing = self.eval_fraction, self.label_smoothing
-        _check(0 < fraction < 1, "eval_fraction", fraction, "must lie in (0, 1)")
-        _check(0 <= smoothing < 1, "label_smoothing", smoothing, "must lie in [0, 1)")
-        for name in ("eval_crop", "crop_min_area"):
-            value = getattr(self, name)
-            _check(0 < value <= 1, name, value, "must lie in (0, 1]")
-        for name in ("flip", "erase"):
-            value = getattr(self, name)
-            _check(0 <= value <= 1, name, value, "is a probability, in [0, 1]")
+        rule = 'name "builtin", a folder or "tfds:NAME"'
+        check(bool(self.source), "data.source", self.source, rule)
+        intervals = {
+            "eval_fraction": "(0, 1)", "label_smoothing": "[0, 1)", "eval_crop": "(0, 1]",
+            "crop_min_area": "(0, 1]", "flip": "[0, 1]", "erase": "[0, 1]",
+            "randaugment_magnitude": "[0, 10]", "mixup_alpha": "[0, inf)",
+            "cutmix_alpha": "[0, inf)",
+        }  # fmt: skip
+        for name, interval in intervals.items():
+            check_number(f"data.{name}", getattr(self, name), interval)
         for name in ("batch_size", "shuffle_seed", "num_workers", "randaugment_layers"):
-            value, least = getattr(self, name), int(name == "batch_size")
-            is_int = isinstance(value, int) and not isinstance(value, bool)
-            _check(is_int and value >= least, name, value, f"must be an integer >= {least}")
-        strength = self.randaugment_magnitude
-        _check(0 <= strength <= 10, "randaugment_magnitude", strength, "must lie in [0, 10]")
-        for name in ("mixup_alpha", "cutmix_alpha"):
-            value = getattr(self, name)
-            _check(0 <= value < float("inf"), name, value, "must be >= 0; 0 turns it off")
+            check_count(f"data.{name}", getattr(self, name), int(name == "batch_size"))
 
 
 def deit(**changes: Any) -> ImageConfig:
@@ -110,9 +105,3 @@ def deit(**changes: Any) -> ImageConfig:
         label_smoothing=0.1,
     )
     return ImageConfig(**recipe | changes)
-
-
-def _check(condition: bool, name: str, value: Any, rule: str) -> None:
-    """Raises ValueError(name, value, rule) unless `condition` holds."""
-    if not condition:
-        raise ValueError(f"config.data.{name}={value!r}: {rule}")

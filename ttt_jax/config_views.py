@@ -1,7 +1,8 @@
 """The typed configuration of posed views: which scenes, and which of their views are seen."""
 
 import dataclasses
-from typing import Any
+
+from ttt_jax.config_checks import check, check_count, check_number
 
 SAMPLING = ("random", "nearest")
 HELD_OUT = ("scenes", "views")
@@ -69,28 +70,18 @@ class ViewsConfig:
         """Checks every field. Raises ValueError naming the field, its value and the rule."""
         counts = ("height", "width", "input_views", "target_views", "eval_scenes", "batch_size")
         for name in (*counts, "shuffle_seed", "num_workers"):
-            value, least = getattr(self, name), int(name in counts)
-            is_int = isinstance(value, int) and not isinstance(value, bool)
-            _check(is_int and value >= least, name, value, f"must be an integer >= {least}")
+            check_count(f"data.{name}", getattr(self, name), int(name in counts))
         for name, allowed in (("sampling", SAMPLING), ("held_out", HELD_OUT)):
             value = getattr(self, name)
-            _check(value in allowed, name, value, f"must be one of {allowed}")
-        fraction = self.eval_fraction
-        _check(0 < fraction < 1, "eval_fraction", fraction, "must lie in (0, 1)")
-        weight = self.lpips_weight
-        _check(0 <= weight < float("inf"), "lpips_weight", weight, "must be a number >= 0")
+            check(value in allowed, f"data.{name}", value, f"must be one of {allowed}")
+        check_number("data.eval_fraction", self.eval_fraction, "(0, 1)")
+        check_number("data.lpips_weight", self.lpips_weight, "[0, inf)")
+        builtin, weight = self.source == "builtin", self.lpips_weight
         rule = "needs the network's weights: name their file in config.data.lpips_file"
-        _check(not weight or bool(self.lpips_file), "lpips_weight", weight, rule)
-        builtin = self.source == "builtin"
+        check(not weight or bool(self.lpips_file), "data.lpips_weight", weight, rule)
         rule = 'name "builtin", a camera file, a list of them, or a folder'
-        _check(bool(self.source), "source", self.source, rule)
+        check(bool(self.source), "data.source", self.source, rule)
         rule = 'is for RealEstate10K alone; "builtin" has no frames'
-        _check(not (builtin and self.frames), "frames", self.frames, rule)
+        check(not (builtin and self.frames), "data.frames", self.frames, rule)
         rule = '"builtin" makes new scenes at every step; hold out "scenes"'
-        _check(not builtin or self.held_out == "scenes", "held_out", self.held_out, rule)
-
-
-def _check(condition: bool, name: str, value: Any, rule: str) -> None:
-    """Raises ValueError(name, value, rule) unless `condition` holds."""
-    if not condition:
-        raise ValueError(f"config.data.{name}={value!r}: {rule}")
+        check(not builtin or self.held_out == "scenes", "data.held_out", self.held_out, rule)

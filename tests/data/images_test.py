@@ -334,11 +334,11 @@ def test_the_built_in_digits():
         ("source", "", "name"),
         ("eval_fraction", 1.0, r"\(0, 1\)"),
         ("batch_size", 0, ">= 1"),
-        ("flip", 1.5, "probability"),
+        ("flip", 1.5, r"\[0, 1\]"),
         ("crop_min_area", 0.0, r"\(0, 1\]"),
         ("randaugment_magnitude", 11.0, r"\[0, 10\]"),
         ("randaugment_layers", 1.5, "integer"),
-        ("mixup_alpha", float("nan"), ">= 0"),
+        ("mixup_alpha", float("nan"), r"\[0, inf\)"),
         ("label_smoothing", 1.0, r"\[0, 1\)"),
     ],
 )
