@@ -172,7 +172,12 @@ class Walk:
 
             @pl.when(w == n % self.warpgroups)
             def _(n=n):
-                rows = [parts[i, j] for i in range(self.warpgroups) for j in range(4)]
+                layout = self.layout().reduce(0)
+                rows = [
+                    plgpu.load(parts.at[i, j], layout=layout, optimized=False)
+                    for i in range(self.warpgroups)
+                    for j in range(4)
+                ]
                 compat.store(out_ref.at[group, n, columns], functools.reduce(jnp.add, rows))
 
             if n + 1 < len(totals):
