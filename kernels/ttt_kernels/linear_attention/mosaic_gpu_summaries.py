@@ -220,8 +220,9 @@ def _weigh(plan, weighing: _Weighing, weights, ring, place: _Place, first, count
             factors = jnp.exp((before if plan.reverse else behind) + passed[g])
             for w in range(COMPUTE_WARPGROUPS) if len(heads) == 1 else (g,):
                 registers.weigh_values(vs.at[slot, w], factors, weighing.weighted.at[slot, w])
-        put(i + 1, ahead)  # commits the weighted values too
+        plgpu.commit_smem()
         plgpu.barrier_arrive(weighing.ready.at[slot])
+        put(i + 1, ahead)  # behind the arrival: it waits for the global memory
         return tuple(x + before + behind
                      for x, (before, behind) in zip(passed, sums, strict=True))
 
