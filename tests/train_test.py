@@ -148,11 +148,34 @@ def test_nothing_readable_is_an_error_and_nothing_is_deleted(finished, text, tmp
     run = tmp_path / "run"
     shutil.copytree(finished, run)
     (run / "evaluation.json").unlink()
-    for path in (run / "checkpoints").rglob("_CHECKPOINT_METADATA"):
+    whole = {path: path.read_bytes() for path in run.rglob("_CHECKPOINT_METADATA")}
+    before = (run / "metrics.jsonl").read_bytes()
+    for path in whole:
         path.write_text("{")
-    with pytest.raises(checkpoint.CheckpointError, match="can be read"):
-        train.main(tiny_config(text), run)
-    assert len(list((run / "broken").iterdir())) == 3
+    for _ in range(2):
+        with pytest.raises(checkpoint.CheckpointError, match="can be read, and all were left"):
+            train.main(tiny_config(text), run)
+    assert checkpoint.Checkpoints(run).steps() == [2, 4, 6] and not (run / "broken").exists()
+    assert (run / "metrics.jsonl").read_bytes() == before
+    for path, content in whole.items():  # the fault has passed
+        path.write_bytes(content)
+    assert train.main(tiny_config(text), run) == 0
+    assert evaluate.read_report(run) == evaluate.read_report(finished)
+
+
+def test_a_run_whose_checkpoints_are_all_broken_does_not_begin_anew(finished, text, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    (run / "evaluation.json").unlink()
+    (run / "checkpoints").rename(run / "broken")
+    before = (run / "metrics.jsonl").read_bytes()
+    for _ in range(2):
+        with pytest.raises(checkpoint.CheckpointError, match="broken holds checkpoints and .* none"):
+            train.main(tiny_config(text), run)
+    assert (run / "metrics.jsonl").read_bytes() == before
+    (run / "broken" / "6").rename(run / "checkpoints" / "6")
+    assert train.main(tiny_config(text), run) == 0
+    assert evaluate.read_report(run) == evaluate.read_report(finished)
 
 
 def test_a_restored_state_gives_its_memory_away(finished, text):

@@ -1,9 +1,9 @@
 """Checkpoints of a run: parameters, optimizer, data position, configuration.
 
-They lie in the workdir (see `ttt_jax.workdirs`) under ``checkpoints/<step>/``, and those that could
-not be read under ``broken/``, moved out of the way and never deleted. A checkpoint appears under
-its name only once it is complete, so a killed process leaves none half written; Orbax's API
-version 1 is used, and only here.
+They lie in the workdir (see `ttt_jax.workdirs`) under ``checkpoints/<step>/``. Those that cannot be
+read are moved to ``broken/`` once an older one is taken in their place; nothing is deleted. A
+checkpoint appears under its name only once it is complete, so a killed process leaves none half
+written; Orbax's API version 1 is used, and only here.
 """
 
 import dataclasses
@@ -118,8 +118,8 @@ class Checkpoints:
     def restore(self, abstract: TrainState, data: Any) -> TrainState | None:
         """Reads the newest checkpoint that is whole, and moves `data` to its position.
 
-        A checkpoint that cannot be read is moved to ``broken/`` with a warning, and the one
-        before it is tried.
+        A checkpoint that cannot be read is passed over with a warning, for the one before it, and
+        then moved to ``broken/``. Where none can be read they all stay: the fault may pass.
 
         Args:
           abstract: the state's shapes, dtypes and shardings; the mesh may be another one than
@@ -127,14 +127,14 @@ class Checkpoints:
           data: an iterator like the one saved; its position changes.
 
         Returns:
-          The state, or None if there is no checkpoint at all.
+          The state, or None if there is no checkpoint at all, not even in ``broken/``.
 
         Raises:
           ValueError: a leaf has another shape or dtype in the checkpoint, or its data position
             is of other data; the message names what differs.
-          CheckpointError: there are checkpoints and none can be read.
+          CheckpointError: there are checkpoints and none can be read, or all are in ``broken/``.
         """
-        steps = self.steps()
+        steps, broken = self.steps(), self._folder.parent / "broken"
         if not processes.all_equal(steps):
             raise CheckpointError(
                 f"the processes find different checkpoints in {self._folder}, this one {steps}: "
@@ -146,10 +146,21 @@ class Checkpoints:
                 position = found.pop("metadata")["data"]
                 if position is not None:  # None: converted weights, no data read yet
                     data.set_state(position)
+                self._set_aside([newer for newer in steps if newer > step], broken)
                 return found.pop("rest")._replace(**found)
-            self._set_aside(step)
         if steps:
-            raise CheckpointError(f"none of the checkpoints {steps} in {self._folder} can be read")
+            raise CheckpointError(
+                f"none of the checkpoints {steps} in {self._folder} can be read, and all were left "
+                "there; run the same command again if the fault may have passed (a file system, "
+                "memory), or give another --workdir to begin anew"
+            )
+        # A new run would cut the log of the one whose checkpoints these are.
+        if not processes.all_true(not (broken.is_dir() and any(broken.iterdir()))):
+            raise CheckpointError(
+                f"{broken} holds checkpoints and {self._folder} none; move one back, as "
+                f"{self._folder / 'STEP'}, to go on from it, or give another --workdir, or remove "
+                f"{broken.name}/ to begin anew"
+            )
         return None
 
     def restore_parts(
@@ -196,14 +207,17 @@ class Checkpoints:
             logger.warning("checkpoint %s is not whole and is passed over: %s", path, cause)
             return None
 
-    def _set_aside(self, step: int) -> None:
-        """Moves an unreadable checkpoint out of the way, so that it is not counted as kept."""
-        target = self._folder.parent / "broken" / f"{step}-{time.time_ns()}"
+    def _set_aside(self, steps: list[int], broken: pathlib.Path) -> None:
+        """Moves unreadable checkpoints out of the way, so that they are not counted as kept."""
+        if not steps:
+            return
         self._checkpointer.close()
         if processes.is_first():
-            target.parent.mkdir(exist_ok=True)
-            (self._folder / str(step)).rename(target)
-            logger.warning("checkpoint %d was moved to %s", step, target)
+            broken.mkdir(exist_ok=True)
+            for step in steps:
+                target = broken / f"{step}-{time.time_ns()}"
+                (self._folder / str(step)).rename(target)
+                logger.warning("checkpoint %d was moved to %s", step, target)
         processes.all_true(True)  # the others wait for the move
         self._checkpointer = self._open()
 
