@@ -12,7 +12,7 @@ from tests.tolerances import assert_close, tolerance
 from ttt_jax.inner_loop.api import ttt
 from ttt_jax.inner_loop.presets import vittt_glu
 from ttt_kernels import compat
-from ttt_kernels.glu_step import glu_step, mosaic_gpu
+from ttt_kernels.glu_step import glu_step, glu_step_beside, mosaic_gpu, mosaic_gpu_plan
 from ttt_kernels.glu_step import xla as xla_form
 
 BF16_RMS = 0.01
@@ -80,26 +80,40 @@ def test_values_are_the_definition_and_gradients_the_inner_loop_s(clip):
         assert_close(got[name], value, tolerance(np.float32, 10), name)
 
 
+def close_to_bf16(got, expected):
+    for name, value in expected.items():
+        value, error = np.asarray(value), np.asarray(got[name], np.float32) - np.asarray(value)
+        assert np.sqrt(np.mean(error**2) / np.mean(value**2)) < BF16_RMS, name
+
+
+def interpreted(x, function):
+    try:
+        return results(x, function)
+    except Exception:
+        compat.reset_gpu_interpreter()
+        raise
+
+
 @pytest.mark.skipif(compat.layout_problem() is not None, reason="the kernels need jax >= 0.11")
 @pytest.mark.parametrize(
-    ("tokens", "clip"), [(70, True), pytest.param(130, False, marks=pytest.mark.exhaustive)]
+    ("batch", "tokens", "heads", "clip", "blocks"),
+    [
+        (1, 70, 1, True, 132),
+        pytest.param(3, 130, 1, False, 132, marks=pytest.mark.exhaustive),
+        pytest.param(5, 70, 2, True, 2, marks=pytest.mark.exhaustive),
+    ],
+    ids=["a few tokens in the last tile", "a pair without an image", "several images a pair"],
 )
-def test_the_kernels_in_the_interpreter(tokens, clip):
-    """With race detection; a last tile of few tokens, and a number that is no multiple of 8."""
-    x = make(2, tokens, 1, 64, jnp.bfloat16)
+def test_the_kernels_in_the_interpreter(monkeypatch, batch, tokens, heads, clip, blocks):
+    """With race detection; numbers of tokens that are no multiples of 8."""
+    monkeypatch.setattr(mosaic_gpu_plan, "CTAS", blocks)
+    x = make(batch, tokens, heads, 64, jnp.bfloat16)
 
     def kernel(w1, w2, q, k, v):
         return mosaic_gpu.glu_step(w1, w2, q, k, v, 20.0 / tokens, clip, interpret=True)
 
-    try:
-        got = results(x, kernel)
-    except Exception:
-        compat.reset_gpu_interpreter()
-        raise
     expected = results({n: y.astype(jnp.float32) for n, y in x.items()}, xla(clip))
-    for name, value in expected.items():
-        value, error = np.asarray(value), np.asarray(got[name], np.float32) - np.asarray(value)
-        assert np.sqrt(np.mean(error**2) / np.mean(value**2)) < BF16_RMS, name
+    close_to_bf16(interpreted(x, kernel), expected)
 
 
 def beside(a, q, k, v):
@@ -109,13 +123,15 @@ def beside(a, q, k, v):
 def with_others(module, **options):
     """`glu_step_beside` of one head, with one more beside."""
 
-    def function(w1, w2, q, k, v, a):
-        return module.glu_step_beside(w1, w2, q, k, v, beside, a, 0.5, True, **options)
+    def function(w1, w2, q, k, v, bias, a):
+        qkv = jnp.stack([q, k, v], axis=2)
+        return module.glu_step_beside(w1, w2, qkv, bias, beside, a, 0.5, True, **options)
 
     return function
 
 
-def one_by_one(w1, w2, q, k, v, a):
+def one_by_one(w1, w2, q, k, v, bias, a):
+    q, k, v = (y + bias[n].astype(y.dtype) for n, y in enumerate((q, k, v)))
     weights, first = {"w1": w1, "w2": w2}, (y[:, :, :1] for y in (q, k, v))
     out = glu_step(weights, *first, scale=0.5 * q.shape[1], implementation="xla")
     return jnp.concatenate([out, beside(a, *(y[:, :, 1:] for y in (q, k, v)))], axis=2)
@@ -124,7 +140,8 @@ def one_by_one(w1, w2, q, k, v, a):
 def make_others(tokens, dtype):
     x = make(1, tokens, 2, 64, dtype)
     x |= {name: x[name][:1] for name in ("w1", "w2")}
-    return x | {"a": jnp.linspace(-1, 1, 64)}
+    bias = 0.3 * np.random.default_rng(2).normal(size=(3, 2, 64))
+    return x | {"a": jnp.linspace(-1, 1, 64), "bias": jnp.asarray(bias, dtype)}
 
 
 def test_other_heads_beside():
@@ -138,15 +155,8 @@ def test_other_heads_beside():
 @pytest.mark.exhaustive
 def test_other_heads_beside_the_kernels_in_the_interpreter():
     x = make_others(70, jnp.bfloat16)
-    try:
-        got = results(x, with_others(mosaic_gpu, interpret=True))
-    except Exception:
-        compat.reset_gpu_interpreter()
-        raise
     expected = results({n: y.astype(jnp.float32) for n, y in x.items()}, one_by_one)
-    for name, value in expected.items():
-        value, error = np.asarray(value), np.asarray(got[name], np.float32) - np.asarray(value)
-        assert np.sqrt(np.mean(error**2) / np.mean(value**2)) < BF16_RMS, name
+    close_to_bf16(interpreted(x, with_others(mosaic_gpu, interpret=True)), expected)
 
 
 @pytest.mark.skipif(compat.layout_problem() is not None, reason="the kernels need jax >= 0.11")
@@ -183,6 +193,22 @@ def test_bad_arguments_are_named(change, message):
     arguments = dict(weights={n: x[n] for n in ("w1", "w2")}, q=x["q"], k=x["k"], v=x["v"])
     with pytest.raises(ValueError, match=message):
         glu_step(**arguments | dict(scale=1.0) | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(qkv=jnp.ones((1, 3, 2, 2, 8))), "they must be \\[batch"),
+        (dict(bias=jnp.ones((3, 8))), "they must be \\[batch"),
+        (dict(bias=None), "bias=None must be an array"),
+        (dict(weights={n: jnp.ones((3, 8, 8)) for n in ("w1", "w2")}), "must be \\(2, 8, 8\\)"),
+    ],
+)
+def test_bad_arguments_of_others_are_named(change, message):
+    weights = {n: jnp.ones((1, 8, 8)) for n in ("w1", "w2")}
+    arguments = dict(weights=weights, qkv=jnp.ones((1, 3, 3, 2, 8)), bias=jnp.ones((3, 2, 8)))
+    with pytest.raises(ValueError, match=message):
+        glu_step_beside(**arguments | dict(beside=beside, arrays=1.0, scale=1.0) | change)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tests.kernels import bias_gelu_test, depthwise_conv_test, glu_step_test, hopper
@@ -77,6 +78,8 @@ def test_glu_step_beside(case, way, apart):
     *sizes, clip = case
     x = glu_step_test.make(*sizes, 64, jnp.bfloat16)
     x |= {n: x[n][: sizes[-1] - 1] for n in ("w1", "w2")} | {"a": jnp.linspace(-1, 1, 64)}
+    bias = 0.3 * np.random.default_rng(2).normal(size=(3, sizes[-1], 64))
+    x["bias"] = jnp.asarray(bias, jnp.bfloat16)
     gather = None
     if apart:
         x |= hopper.scattered({n: x[n] for n in "qkv"})
@@ -85,9 +88,9 @@ def test_glu_step_beside(case, way, apart):
             return x | hopper.gathered({n: x[n] for n in "qkv"})
 
     def function(name):
-        def run(w1, w2, q, k, v, a):
-            weights = {"w1": w1, "w2": w2}
-            return glu_step_beside(weights, q, k, v, glu_step_test.beside, a, scale=20.0,
+        def run(w1, w2, q, k, v, bias, a):
+            weights, qkv = {"w1": w1, "w2": w2}, jnp.stack([q, k, v], axis=2)
+            return glu_step_beside(weights, qkv, bias, glu_step_test.beside, a, scale=20.0,
                                    clip=clip, implementation=name)  # fmt: skip
 
         return run

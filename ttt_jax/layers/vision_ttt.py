@@ -88,14 +88,15 @@ class VisionTTT(nnx.Module):
         """(the layer without its last bias, that bias), as `GeluMLP.branch`."""
         batch, height, width, hidden = x.shape
         with jax.named_scope("vision_ttt"):
-            q, k, v = self.qkv.split(x.reshape(-1, hidden))
-            if self.rotary:
-                q, k = (self._rotate(y, x.shape) for y in (q, k))
-            lead, local = (batch, height * width), vittt_dwconv(height, width)
-            by_head = [y.reshape(*lead, self.heads + 1, -1) for y in (q, k, v)]
-            if devices_along("heads") == 1 and self._takes_kernel(by_head[0]):
-                mixed = self._by_kernel(*by_head, local)
+            rows, lead = x.reshape(-1, hidden), (batch, height * width)
+            local = vittt_dwconv(height, width)
+            head = jax.ShapeDtypeStruct((*lead, 1, hidden // self.heads), self.dtype)
+            if devices_along("heads") == 1 and self._takes_kernel(head):
+                mixed = self._by_kernel(rows, x.shape, local)
             else:
+                q, k, v = self.qkv.split(rows)
+                if self.rotary:
+                    q, k = (self._rotate(y, x.shape) for y in (q, k))
                 mixed = self._by_parts(q, k, v, local, lead)
             y = self.out.product(mixed.reshape(batch * height * width, -1))
             return y.reshape(x.shape), self.out.bias[...]
@@ -136,30 +137,37 @@ class VisionTTT(nnx.Module):
         """The mode of what has no kernel."""
         return "auto" if self.mode == "kernel" else self.mode
 
-    def _by_kernel(self, q, k, v, local: InnerLoop):
+    def _by_kernel(self, rows, shape, local: InnerLoop):
         """Both, the gated one by a kernel which leaves the other head to the other.
 
-        [batch, tokens, heads + 1, head size] in and out.
+        [batch * tokens, hidden] in, [batch, tokens, heads + 1, head size] out. q, k and v stay the
+        one array that the product makes, and their bias is added by the kernel.
         """
-        if self.spec.query == "key":
-            q = jnp.concatenate([k[:, :, : self.heads], q[:, :, self.heads :]], axis=2)
+        batch, height, width, hidden = shape
+        heads = (3, self.heads + 1, hidden // self.heads)
+        qkv, bias = self.qkv.product(rows), self.qkv.bias[...]
+        if self.rotary or self.spec.query == "key":
+            q, k, v = jnp.moveaxis(qkv + bias.astype(qkv.dtype), 1, 0)
+            if self.rotary:
+                q, k = (self._rotate(y, shape) for y in (q, k))
+            if self.spec.query == "key":
+                q = jnp.concatenate([k[:, :hidden], q[:, hidden:]], axis=-1)
+            qkv, bias = jnp.stack([q, k, v], axis=1), jnp.zeros_like(bias)
+        qkv = qkv.reshape(batch, height * width, *heads)
         beside = functools.partial(_local, local, "auto")
-
         weights, local_weights = self.gated(), self.local()
-        # Else XLA cuts the other head out before it adds the bias, which the product could have.
-        q, k, v = jax.lax.optimization_barrier((q, k, v))
 
-        def step(q, k, v, *arrays):
+        def step(qkv, bias, *arrays):
             w1, w2, *rest = arrays
             options = dict(scale=self.spec.loss.scale, clip=self.spec.clip)
             rest = dict(zip(local_weights, rest, strict=True))
-            return glu_step_beside({"w1": w1, "w2": w2}, q, k, v, beside, rest, **options)
+            return glu_step_beside({"w1": w1, "w2": w2}, qkv, bias, beside, rest, **options)
 
         # Every device takes all heads: their number with the other one has seldom a divisor.
-        arrays = [weights["w1"], weights["w2"], *local_weights.values()]
+        arrays = [bias.reshape(heads), weights["w1"], weights["w2"], *local_weights.values()]
         tokens = ("images", None, None, None)
-        names = [tokens] * 3 + [(None,) * array.ndim for array in arrays]
-        return on_each_device(step, (q, k, v, *arrays), names, tokens)
+        names = [(*tokens, None), *((None,) * array.ndim for array in arrays)]
+        return on_each_device(step, (qkv, *arrays), names, tokens)
 
     def _takes_kernel(self, q) -> bool:
         """Whether the gated branch runs as `glu_step`: "auto" does where that is one kernel."""

@@ -60,63 +60,6 @@ def glu_step(
     >>> out.shape, round(float(out[0, 0, 0, 0]), 3)  # 2 silu(2)
     ((1, 3, 1, 2), 3.523)
     """
-    _check(weights, q, k, v, others=False)
-    module = choose("glu_step", implementation, _MODULES, {"mosaic_gpu": kernel_problem(q)})
-    return module.glu_step(*_wide(weights, q), q, k, v, scale / q.shape[1], clip)
-
-
-def glu_step_beside(
-    weights: Mapping[str, jax.Array],
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    beside: Callable[..., jax.Array],
-    arrays: Any,
-    *,
-    scale: float,
-    clip: bool = True,
-    implementation: Implementation | None = None,
-) -> jax.Array:
-    """`glu_step` of the first heads beside another function of the others, in the same arrays.
-
-    The kernels read and write their heads where they lie: no array is cut or put together.
-
-    Args:
-      weights: `w1` and `w2`, [heads, dim, dim] floats.
-      q: [batch, tokens, heads + others, dim] floats.
-      k: like q.
-      v: like q.
-      beside: `beside(arrays, q, k, v)` of the others, [batch, tokens, others, dim] each, returns
-        such an array.
-      arrays: pytree of what else it depends on.
-      scale, clip, implementation: as of `glu_step`.
-
-    Returns:
-      Like q; differentiable in every array.
-
-    Raises:
-      ValueError, NotImplementedError: as `glu_step`.
-
-    >>> w, x = jnp.ones((1, 2, 2)), jnp.ones((1, 3, 2, 2))
-    >>> out = glu_step_beside({"w1": w, "w2": w}, x, x, 0 * x, lambda a, q, k, v: a * q, 5.0,
-    ...                       scale=1.0)
-    >>> [round(float(value), 3) for value in out[0, 0, :, 0]]
-    [3.523, 5.0]
-    """
-    _check(weights, q, k, v, others=True)
-    module = choose("glu_step_beside", implementation, _MODULES, {"mosaic_gpu": kernel_problem(q)})
-    options = scale / q.shape[1], clip
-    return module.glu_step_beside(*_wide(weights, q), q, k, v, beside, arrays, *options)
-
-
-def _wide(weights, q) -> list[jax.Array]:
-    """The weights in at least float32."""
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    return [weights[name].astype(wide) for name in NAMES]
-
-
-def _check(weights, q, k, v, others: bool) -> None:
-    """Raises ValueError unless shapes and dtypes suit; with `others`, q may have more heads."""
     for name, array in (("q", q), ("k", k), ("v", v)):
         check_array(name, array)
     if q.ndim != 4 or 0 in q.shape or not q.shape == k.shape == v.shape:
@@ -129,10 +72,73 @@ def _check(weights, q, k, v, others: bool) -> None:
             f"q, k and v have the dtypes {q.dtype}, {k.dtype} and {v.dtype}; they must be one "
             "floating dtype"
         )
+    _check_weights(weights, q.shape[2], q.shape[3])
+    module = choose("glu_step", implementation, _MODULES, {"mosaic_gpu": kernel_problem(q)})
+    return module.glu_step(*_wide(weights, q), q, k, v, scale / q.shape[1], clip)
+
+
+def glu_step_beside(
+    weights: Mapping[str, jax.Array],
+    qkv: jax.Array,
+    bias: jax.Array,
+    beside: Callable[..., jax.Array],
+    arrays: Any,
+    *,
+    scale: float,
+    clip: bool = True,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """`glu_step` of the first heads beside another function of the others, (q, k, v) = qkv + bias.
+
+    The kernels read and write their heads where they lie, and add the bias as they read: no array
+    is cut, put together or gone over for it.
+
+    Args:
+      weights: `w1` and `w2`, [heads, dim, dim] floats.
+      qkv: [batch, tokens, 3, heads + others, dim] floats.
+      bias: [3, heads + others, dim] floats, rounded to the dtype of `qkv`.
+      beside: `beside(arrays, q, k, v)` of the others, [batch, tokens, others, dim] each, returns
+        such an array.
+      arrays: pytree of what else it depends on.
+      scale, clip, implementation: as of `glu_step`.
+
+    Returns:
+      [batch, tokens, heads + others, dim]; differentiable in every array.
+
+    Raises:
+      ValueError, NotImplementedError: as `glu_step`.
+
+    >>> w, x, v = jnp.ones((1, 2, 2)), jnp.ones((1, 3, 3, 2, 2)), jnp.array([0.0, 0.0, -1.0])
+    >>> out = glu_step_beside({"w1": w, "w2": w}, x, jnp.broadcast_to(v[:, None, None], (3, 2, 2)),
+    ...                       lambda a, q, k, v: a * q, 5.0, scale=1.0)
+    >>> [round(float(value), 3) for value in out[0, 0, :, 0]]
+    [3.523, 5.0]
+    """
+    for name, array in (("qkv", qkv), ("bias", bias)):
+        check_array(name, array)
+    if qkv.ndim != 5 or 0 in qkv.shape or qkv.shape[2:] != bias.shape or qkv.shape[2] != 3:
+        raise ValueError(
+            f"qkv and bias have the shapes {qkv.shape} and {bias.shape}; they must be [batch, "
+            "tokens, 3, heads, dim] and [3, heads, dim], and no axis empty"
+        )
+    _check_weights(weights, qkv.shape[3], qkv.shape[4], others=True)
+    q = jax.ShapeDtypeStruct((*qkv.shape[:2], *qkv.shape[3:]), qkv.dtype)
+    module = choose("glu_step_beside", implementation, _MODULES, {"mosaic_gpu": kernel_problem(q)})
+    options = scale / qkv.shape[1], clip
+    return module.glu_step_beside(*_wide(weights, qkv), qkv, bias, beside, arrays, *options)
+
+
+def _wide(weights, x) -> list[jax.Array]:
+    """The weights in at least float32."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    return [weights[name].astype(wide) for name in NAMES]
+
+
+def _check_weights(weights, heads: int, dim: int, others: bool = False) -> None:
+    """Raises ValueError unless shapes suit; with `others`, the weights may have fewer heads."""
     if not isinstance(weights, Mapping) or set(weights) != set(NAMES):
-        found = sorted(weights) if isinstance(weights, Mapping) else type(weights).__name__
-        raise ValueError(f"weights={found} must be a mapping with the keys {NAMES} and no others")
-    heads, dim = q.shape[2:]
+        names = sorted(weights) if isinstance(weights, Mapping) else type(weights).__name__
+        raise ValueError(f"weights={names} must be a mapping with the keys {NAMES} and no others")
     for name in NAMES:
         check_array(f"weights[{name!r}]", weights[name])
         shape = weights[name].shape
@@ -141,7 +147,7 @@ def _check(weights, q, k, v, others: bool) -> None:
         if shape != (heads, dim, dim):
             raise ValueError(
                 f"weights[{name!r}] has shape {shape}; it must be {(heads, dim, dim)} = [heads, "
-                "dim, dim] to match q"
+                "dim, dim] to match the tokens"
             )
 
 

@@ -1,8 +1,8 @@
 """One step of a gated network on each image on Hopper GPUs, through Pallas' Mosaic GPU backend.
 
-A block of threads holds one image and head: its keys and values stay in shared memory while the
-step is taken, and its queries follow where the keys were. So every array is read or written once,
-where XLA, product by product, moves about seven times as much.
+Two warpgroups hold one image and head: its keys stay in shared memory while the step is taken, and
+its queries follow where the keys were. So every array is read or written once (backwards the keys
+and values twice), where XLA, product by product, moves about seven times as much.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 
 from ttt_kernels import compat
-from ttt_kernels.glu_step import mosaic_gpu_common as common
-from ttt_kernels.glu_step.mosaic_gpu_common import TILE
+from ttt_kernels.glu_step import mosaic_gpu_steps as steps
+from ttt_kernels.glu_step.mosaic_gpu_backward import backward
+from ttt_kernels.glu_step.mosaic_gpu_common import Warpgroup
+from ttt_kernels.glu_step.mosaic_gpu_plan import SLOTS, TILE, Heads, Plan, by_side, parts, rows
 
 MAX_TOKENS = 4 * TILE  # what fits into shared memory
 
@@ -46,78 +47,94 @@ def glu_step(w1, w2, q, k, v, scale: float, clip: bool, interpret: bool = False)
       Like q.
     """
     params = compat.gpu_interpret_params() if interpret else None
-    return _core(w1, w2, q, k, v, scale, clip, params)
+    return _core(w1, w2, (q, k, v), scale, clip, params)
 
 
 def glu_step_beside(
-    w1, w2, q, k, v, beside, arrays, scale: float, clip: bool, interpret: bool = False
+    w1, w2, qkv, bias, beside, arrays, scale: float, clip: bool, interpret: bool = False
 ) -> jax.Array:
     """`glu_step` of the first heads, and `beside` of the others, without copies of their arrays.
 
     Args:
       w1, w2: [heads, 64, 64] float32.
-      q, k, v: [batch, tokens, heads + others, 64] bfloat16.
+      qkv: [batch, tokens, 3, heads + others, 64] bfloat16.
+      bias: [3, heads + others, 64], rounded to bfloat16 before it is added.
       beside: maps (arrays, q, k, v), [batch, tokens, others, 64] each, to such an array.
       arrays: pytree of what it needs else.
       scale, clip, interpret: as of `glu_step`.
 
     Returns:
-      Like q.
+      [batch, tokens, heads + others, 64] bfloat16.
     """
     params = compat.gpu_interpret_params() if interpret else None
-    return _core_beside(w1, w2, q, k, v, arrays, beside, scale, clip, params)
+    return _core_beside(w1, w2, qkv, bias, arrays, beside, scale, clip, params)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def _core(w1, w2, q, k, v, scale, clip, interpret):
-    return forward(w1, w2, q, k, v, scale, clip, interpret)
+def _no_bias(heads: int):
+    return jnp.zeros((3, heads, TILE), jnp.bfloat16)
 
 
-def _core_forward(w1, w2, q, k, v, scale, clip, interpret):
-    return forward(w1, w2, q, k, v, scale, clip, interpret), (w1, w2, q, k, v)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _core(w1, w2, tokens, scale, clip, interpret):
+    return forward(w1, w2, tokens, _no_bias(len(w1)), scale, clip, interpret)
+
+
+def _core_forward(w1, w2, tokens, scale, clip, interpret):
+    return _core(w1, w2, tokens, scale, clip, interpret), (w1, w2, tokens)
 
 
 def _core_backward(scale, clip, interpret, residuals, error):
-    dw1, dw2, *rest = backward(*residuals, error, scale, clip, interpret)
-    return jnp.sum(dw1, axis=0), jnp.sum(dw2, axis=0), *rest
+    w1, w2, tokens = residuals
+    return backward(w1, w2, tokens, _no_bias(len(w1)), error, scale, clip, interpret)
 
 
 _core.defvjp(_core_forward, _core_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8, 9))
-def _core_beside(w1, w2, q, k, v, arrays, beside, scale, clip, interpret):
-    return _beside_forward(w1, w2, q, k, v, arrays, beside, scale, clip, interpret)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
+def _core_beside(w1, w2, qkv, bias, arrays, beside, scale, clip, interpret):
+    return _beside_forward(w1, w2, qkv, bias, arrays, beside, scale, clip, interpret)[0]
 
 
-def _beside_forward(w1, w2, q, k, v, arrays, beside, scale, clip, interpret):
-    heads = w1.shape[0]
-    out, pullback = jax.vjp(beside, arrays, *(x[:, :, heads:] for x in (q, k, v)))
+def _beside_forward(w1, w2, qkv, bias, arrays, beside, scale, clip, interpret):
+    heads, rounded = len(w1), bias.astype(qkv.dtype)
+    others = (qkv[:, :, n, heads:] + rounded[n, heads:] for n in range(3))
+    made, pullback = jax.vjp(beside, arrays, *others)
     # The kernel leaves the other heads' places alone, and this writes nothing else.
-    out = forward(w1, w2, q, k, v, scale, clip, interpret).at[:, :, heads:].set(out)
-    return out, (w1, w2, q, k, v, pullback)
+    out = forward(w1, w2, (_flat(qkv),), rounded, scale, clip, interpret)
+    return out.at[:, :, heads:].set(made), (w1, w2, qkv, bias, pullback)
 
 
 def _beside_backward(beside, scale, clip, interpret, residuals, error):
-    *residuals, pullback = residuals
-    heads = residuals[0].shape[0]
-    dw1, dw2, *first = backward(*residuals, error, scale, clip, interpret)
+    w1, w2, qkv, bias, pullback = residuals
+    heads, rounded = len(w1), bias.astype(qkv.dtype)
+    dw1, dw2, (d,) = backward(w1, w2, (_flat(qkv),), rounded, error, scale, clip, interpret)
     darrays, *others = pullback(error[:, :, heads:])
-    first = [x.at[:, :, heads:].set(y) for x, y in zip(first, others, strict=True)]
-    return jnp.sum(dw1, axis=0), jnp.sum(dw2, axis=0), *first, darrays
+    d = d.reshape(qkv.shape)
+    for n, other in enumerate(others):
+        d = d.at[:, :, n, heads:].set(other)
+    dbias = jnp.sum(d, axis=(0, 1), dtype=jnp.float32).astype(bias.dtype)
+    return dw1, dw2, d, dbias, darrays
 
 
 _core_beside.defvjp(_beside_forward, _beside_backward)
 
 
-# Jitted by themselves, so that a model of many layers lowers and compiles them once.
+def _flat(qkv):
+    """[batch, tokens, heads of all three, channels]."""
+    return qkv.reshape(*qkv.shape[:2], -1, TILE)
+
+
+# Jitted by itself, as `backward` is: a model of many layers lowers and compiles it once.
 @functools.partial(jax.jit, static_argnames=("scale", "clip", "interpret"))
-def forward(w1, w2, q, k, v, scale: float, clip: bool, interpret) -> jax.Array:
+def forward(w1, w2, tokens, bias, scale: float, clip: bool, interpret) -> jax.Array:
     """Outputs of the step, as `ttt_kernels.glu_step`.
 
     Args:
       w1, w2: [heads, 64, 64] float32.
-      q, k, v: [batch, tokens, at least heads, 64] bfloat16; further heads are not read.
+      tokens: (q, k, v), [batch, tokens, at least heads, 64] bfloat16 each; or one array of the
+        three side by side, with three times as many heads. Further heads are not read.
+      bias: of queries, keys and values, [3, at least heads, 64] bfloat16.
       scale: of the loss over the sum of the tokens.
       clip: whether the gradient is divided by its norm plus one.
       interpret: None, or the interpreter's parameters.
@@ -126,137 +143,51 @@ def forward(w1, w2, q, k, v, scale: float, clip: bool, interpret) -> jax.Array:
       Like q; further heads are not written.
     """
     plgpu = compat.mosaic_gpu()
-    plan = common.Plan(*q.shape)
-    tiles = plan.tiles
+    batch, length, out_heads = tokens[0].shape[:3]
+    if len(tokens) == 1:
+        out_heads //= 3
+    plan = Plan(batch, length, w1.shape[0], phases=2, pairs=2)
 
-    def glu_step_forward(*refs):
-        w1_ref, w2_ref, q_ref, k_ref, v_ref, out_ref, *rest = refs
-        *views, second, weights, ready, asked = rest
-        (ks, keys), (vs, values) = (common.views(view, interpret) for view in views)
-        h = lax.axis_index("head")
-        plan.clear(ks, vs)
-        plan.fetch((k_ref, keys), (v_ref, values), ready)
-        common.store(weights, common.load(w1_ref.at[h]), common.load(w2_ref.at[h]))
-        g1, g2 = common.gradients(ks, vs, second, weights, ready, tiles)
+    def glu_step_forward(w_ref, bias_ref, *refs):
+        q, k, v = parts(refs[: len(tokens)])
+        out, *scratch = refs[len(tokens) :]
+        whole, out = Warpgroup(plan, w_ref, bias_ref, scratch, interpret), Heads(out)
 
-        plan.fetch((q_ref, keys), None, asked)  # nothing reads the keys any more
-        moved = (common.move(common.load(w_ref.at[h]), g, scale, clip) for w_ref, g in
-                 ((w1_ref, g1), (w2_ref, g2)))  # fmt: skip
-        common.store(weights, *moved)
+        def work(n):
+            group = whole.anew()
+            image = group.image(n)
+            group.add_bias(0, 1)
+            g = steps.gradient(group, lambda group, i: group.fetch_half(v, image, i))
+            group.meet()  # neither reads the keys any more
+            group.start(1, image, q, None)
+            steps.store((group.moved, steps.move(group, g, scale, clip)))
+            group.add_bias(1, 0)
 
-        @pl.loop(0, tiles)
-        def _(i):
-            plgpu.barrier_wait(asked.at[i])
-            value, gate = common.two(ks.at[i], weights)
-            vs.at[i][...] = (value * gate * common.logistic(gate)).astype(jnp.bfloat16)
-            plgpu.commit_smem()
-            plan.write(i, (values, out_ref))
+            @pl.loop(0, plan.tiles)
+            def _(i):
+                group = whole.anew()
+                group.wait(1, i, half=False)
+                y = steps.outputs(steps.product((group.tile(i), group.moved)))
+                plgpu.wait_smem_to_gmem(SLOTS - 1, wait_read_only=True)
+                steps.store((group.half(i), y))
+                group.write_half(out, image, i)
 
+            group.meet()
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            pl.when(n + 1 < group.images)(lambda: group.start(0, group.image(n + 1), k, v))
+
+        whole.prepare()
+        pl.when(whole.images > 0)(lambda: whole.start(0, whole.image(0), k, v))
+        whole.wait_for_weights()
+        pl.loop(0, whole.images)(work)
         plgpu.wait_smem_to_gmem(0)
 
+    made = jax.ShapeDtypeStruct((batch * length, out_heads, TILE), jnp.bfloat16)
     call = compat.gpu_kernel(
         glu_step_forward,
-        out_type=jax.ShapeDtypeStruct(plan.rows(q).shape, q.dtype),
-        scratch_types=[
-            common.two_views(tiles, interpret),
-            common.two_views(tiles, interpret),
-            common.tiles(1),
-            common.tiles(2),
-            plgpu.Barrier(num_arrivals=2, num_barriers=tiles),
-            plgpu.Barrier(num_arrivals=1, num_barriers=tiles),
-        ],
-        grid=(w1.shape[0], plan.batch),
-        grid_names=("head", "batch"),
-        interpret=interpret,
+        out_type=made,
+        scratch_types=plan.scratch(1, interpret),
+        **plan.launch(interpret),
     )
-    return call(w1, w2, *map(plan.rows, (q, k, v))).reshape(q.shape)
-
-
-@functools.partial(jax.jit, static_argnames=("scale", "clip", "interpret"))
-def backward(w1, w2, q, k, v, error, scale: float, clip: bool, interpret) -> tuple:
-    """Gradients of `forward` with respect to its arrays.
-
-    Args:
-      w1, w2, q, k, v, scale, clip, interpret: as of `forward`.
-      error: gradient of the outputs, like q; further heads are not read.
-
-    Returns:
-      (dw1, dw2: [batch, heads, 64, 64] float32, to be summed over the batch; dq, dk, dv: like q,
-      further heads are not written).
-    """
-    plgpu = compat.mosaic_gpu()
-    plan = common.Plan(*q.shape)
-    tiles, heads = plan.tiles, w1.shape[0]
-
-    def glu_step_backward(*refs):
-        w1_ref, w2_ref, q_ref, k_ref, v_ref, error_ref = refs[:6]
-        dw1_ref, dw2_ref, dq_ref, dk_ref, dv_ref, *rest = refs[6:]
-        *views, spare, weights = rest[:4]
-        (left, left_rows), (right, right_rows) = (common.views(view, interpret) for view in views)
-        barriers = rest[4:]
-        b, h = lax.axis_index("batch"), lax.axis_index("head")
-        first, second = weights.at[pl.ds(0, 2)], weights.at[pl.ds(2, 2)]
-
-        def fetch(a_ref, b_ref, barrier):
-            plan.fetch((a_ref, left_rows), (b_ref, right_rows), barrier)
-
-        plan.clear(left, right)
-        fetch(k_ref, v_ref, barriers[0])
-        common.store(first, common.load(w1_ref.at[h]), common.load(w2_ref.at[h]))
-        g1, g2 = common.gradients(left, right, spare, first, barriers[0], tiles)
-        fetch(q_ref, error_ref, barriers[1])
-        moved = [common.move(common.load(w_ref.at[h]), g, scale, clip)
-                 for w_ref, g in ((w1_ref, g1), (w2_ref, g2))]  # fmt: skip
-        common.store(weights, g1, g2, *moved)
-
-        def run(d1, d2):
-            @pl.loop(0, tiles)
-            def _(i):
-                plgpu.barrier_wait(barriers[1].at[i])
-                left.at[i][...] = common.read_backwards(
-                    left.at[i], right.at[i], spare.at[0], second, d1, d2
-                ).astype(jnp.bfloat16)
-                plgpu.commit_smem()
-                plan.write(i, (left_rows, dq_ref))
-
-            moving = [common.move_backwards(d[...], common.load(g), scale, clip)
-                      for d, g in ((d1, first.at[0]), (d2, first.at[1]))]  # fmt: skip
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            fetch(k_ref, v_ref, barriers[2])
-            common.store(weights, common.load(w1_ref.at[h]), common.load(w2_ref.at[h]), *moving)
-
-            @pl.loop(0, tiles)
-            def _(i):
-                plgpu.barrier_wait(barriers[2].at[i])
-                dk, dv = common.learn_backwards(
-                    left.at[i], right.at[i], spare.at[0], first, second, d1, d2
-                )
-                left.at[i][...] = dk.astype(jnp.bfloat16)
-                right.at[i][...] = dv.astype(jnp.bfloat16)
-                plgpu.commit_smem()
-                plan.write(i, (left_rows, dk_ref), (right_rows, dv_ref))
-
-            return d1[...], d2[...]
-
-        acc = plgpu.ACC((TILE, TILE), jnp.float32)
-        dw1_ref[b, h], dw2_ref[b, h] = pl.run_scoped(run, acc, acc)
-        plgpu.wait_smem_to_gmem(0)
-
-    by_row = jax.ShapeDtypeStruct((plan.batch, heads, TILE, TILE), jnp.float32)
-    like = jax.ShapeDtypeStruct(plan.rows(q).shape, q.dtype)
-    call = compat.gpu_kernel(
-        glu_step_backward,
-        out_type=[by_row, by_row, like, like, like],
-        scratch_types=[
-            common.two_views(tiles, interpret),
-            common.two_views(tiles, interpret),
-            common.tiles(1),
-            common.tiles(4),
-            *(plgpu.Barrier(num_arrivals=2, num_barriers=tiles) for _ in range(3)),
-        ],
-        grid=(heads, plan.batch),
-        grid_names=("head", "batch"),
-        interpret=interpret,
-    )
-    dw1, dw2, *rest = call(w1, w2, *map(plan.rows, (q, k, v, error)))
-    return dw1, dw2, *(x.reshape(q.shape) for x in rest)
+    out = call(by_side(w1, w2), bias, *map(rows, tokens))
+    return out.reshape(batch, length, out_heads, TILE)

@@ -1,106 +1,219 @@
-"""What both launches of glu_step share: tiles in shared memory, and the steps on a tile."""
+"""What both launches of glu_step share: the warpgroups' work, its tiles, and steps on a tile.
+
+Two warpgroups hold an image and a head, in shared memory. Each has half of the columns of W1 and
+the same half of W2, side by side as one matrix of 64 columns, so that what it computes fits into
+its registers. What is computed by elements, and the step's norms, go by columns. Where all columns
+meet, in products with transposed weights, the two take turns: one makes the product for a tile, the
+other that for the next.
+"""
 
 from __future__ import annotations
-
-import dataclasses
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
 from ttt_kernels import compat
-
-TILE = 64  # tokens of a product, and channels of a head
-
-
-def tiles(count: int):
-    """`count` bf16 tiles of 64 by 64 in shared memory, as wgmma reads them."""
-    plgpu = compat.mosaic_gpu()
-    transforms = (plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(128))
-    return plgpu.SMEM((count, TILE, TILE), jnp.bfloat16, transforms=transforms)
+from ttt_kernels.glu_step.mosaic_gpu_plan import HALF, SLOTS, TILE, Heads, Plan
 
 
-def two_views(count: int, interpret):
-    """The same tiles as wgmma reads them and row by row: in memory they are the same.
+class Warpgroup:
+    """A warpgroup's place in a launch, and where what it works on lies.
 
-    A tile of 64 channels is as wide as the swizzle, so that its rows follow one another. As tiles,
-    copies to and from global memory would have to begin at multiples of 8 rows. The interpreter
-    knows no tiles, and one view does.
+    `tile` are the tokens of an image in turn: keys, queries, keys. `half` are its values or errors,
+    the warpgroup's columns of them.
     """
-    plgpu = compat.mosaic_gpu()
-    rows = plgpu.SMEM((count, TILE, TILE), jnp.bfloat16, transforms=(plgpu.SwizzleTransform(128),))
-    return tiles(count) if interpret else plgpu.RefUnion(tiles(count), rows)
 
+    def __init__(self, plan: Plan, w_ref, bias_ref, scratch, interpret):
+        self._arguments = plan, w_ref, bias_ref, scratch, interpret
+        tiles, halves, self.weights, moved, products, eighths, vectors, *barriers = scratch
+        self._shared, self._met, self._tile, self._added, self._half = barriers
+        self._tiles, self._tile_rows = (tiles, tiles) if interpret else tiles
+        self._halves, self._half_rows = (halves, halves) if interpret else halves
+        self.plan, self._bias = plan, bias_ref
+        self._index = index = lax.axis_index("warpgroup")
+        self._pair = pair = lax.div(index, jnp.int32(2))
+        self.side = lax.rem(index, jnp.int32(2))
+        self.other = index + 1 - 2 * self.side
+        self.head = lax.axis_index("head")
+        self.initial = w_ref.at[self.head, self.side]
+        self.share = lax.axis_index("group") * plan.pairs + pair
+        shares = plan.pairs * plan.groups
+        self.images = lax.div(plan.batch - self.share + shares - 1, jnp.int32(shares))
+        self._eighths, self.eighths = eighths.at[0], eighths.at[0, pl.ds(0, 8)]
+        self.moved, self.vector = moved.at[index], vectors.at[index]
+        # By which of the two warpgroups has them.
+        self.both_moved = [moved.at[2 * pair + side] for side in range(2)]
+        warpgroups = 2 * plan.pairs
+        count = products.shape[0] // warpgroups
+        self.products = [products.at[n * warpgroups + index] for n in range(count)]
+        self.both_products = [
+            [products.at[n * warpgroups + 2 * pair + side] for side in range(2)]
+            for n in range(count)
+        ]
 
-def views(ref, interpret) -> tuple:
-    """(as tiles, row by row) of `two_views`."""
-    return (ref, ref) if interpret else tuple(ref)
+    def anew(self):
+        """The same, for the body of a loop.
 
+        Addresses are then computed there. Else the compiler computes all of them before all loops,
+        has no registers for them, and reads them again from where spilled registers go: the L2.
+        """
+        return Warpgroup(*self._arguments)
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Sizes of a launch, and the copies of an image's and head's tokens."""
+    def image(self, n):
+        """The image that is this pair's n-th."""
+        return self.share + n * (self.plan.pairs * self.plan.groups)
 
-    batch: int
-    tokens: int
-    heads: int
-    dim: int
+    def own(self, barriers):
+        """A warpgroup's barrier."""
+        return barriers.at[self._index]
 
-    @property
-    def tiles(self) -> int:
-        """Tiles of tokens, the last of which may have fewer than 64."""
-        return -(-self.tokens // TILE)
+    def turn(self, i):
+        """Whether tile i is this warpgroup's, and not the other's."""
+        return lax.rem(i, jnp.int32(2)) == self.side
 
-    @property
-    def rest(self) -> int:
-        """Tokens of the last tile, if it is not whole; else 0."""
-        return self.tokens % TILE
+    def tile(self, i):
+        """Tile i of the image."""
+        return self._tiles.at[self._pair * self.plan.tiles + i]
 
-    def rows(self, x):
-        """[batch · tokens, heads, dim]."""
-        return x.reshape(-1, self.heads, self.dim)
+    def half(self, i):
+        """This warpgroup's half of tile i of what it reads beside."""
+        return self._halves.at[self._slot(i)]
 
-    def clear(self, *refs):
-        """Writes zeros where no copy does; they stay, for of zeros every product is zero."""
-        if self.rest:
-            for ref in refs:
-                ref.at[self.tiles - 1][...] = jnp.zeros((TILE, TILE), ref.dtype)
-            compat.mosaic_gpu().commit_smem()
+    def value_bias(self):
+        """The bias of this warpgroup's half of the values, in registers."""
+        return _load_row(self._bias.at[2, self.head, pl.ds(self.side * HALF, HALF)])
 
-    def fetch(self, a, b, barriers):
-        """Starts to copy the tokens of pairs (array, tiles row by row); b may be None."""
-        pairs = [pair for pair in (a, b) if pair is not None]
+    def values(self, i, bias):
+        """Tile i of the values with their bias, in registers, bfloat16."""
+        return _load(self.half(i)) + lax.broadcast_in_dim(bias, (TILE, HALF), (1,))
 
-        def copy(i, count):
-            for source, target in pairs:
-                compat.mosaic_gpu().copy_gmem_to_smem(
-                    self._part(source, i, count), _head(target, i, count), barriers.at[i]
-                )
+    def prepare(self):
+        """Shares the initial weights, and writes zeros where no copy does.
 
-        whole = self.tokens // TILE
-        if whole:
-            pl.loop(0, whole)(lambda i: copy(i, TILE))
-        if self.rest:
-            copy(whole, self.rest)
+        They stay zero, for of zeros every product is.
+        """
+        plgpu, last = compat.mosaic_gpu(), jnp.int32(self.plan.tiles - 1)
+        if self.plan.rest:
+            self.half(last)[...] = jnp.zeros((TILE, HALF), jnp.bfloat16)
 
-    def write(self, i, *pairs):
-        """Starts to copy tile i of pairs (tiles row by row, array)."""
+            @pl.when(self.turn(last))
+            def _():
+                self.tile(last)[...] = jnp.zeros((TILE, TILE), jnp.bfloat16)
+
+        @pl.when(self._pair == 0)
+        def _():
+            self.weights.at[self.side][...] = load(self.initial).astype(jnp.bfloat16)
+
+        @pl.when(self._index == 0)
+        def _():
+            self._eighths[...] = jnp.full((TILE, TILE), 1 / 8, jnp.bfloat16)
+
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self._shared)
+
+    def wait_for_weights(self):
+        """Waits until all have prepared."""
+        compat.mosaic_gpu().barrier_wait(self._shared)
+
+    def meet(self):
+        """Waits for the other warpgroup of the pair."""
+        compat.mosaic_gpu().barrier_arrive(self._met.at[self._pair])
+        compat.mosaic_gpu().barrier_wait(self._met.at[self._pair])
+
+    def start(self, phase: int, image, source: Heads, beside: Heads | None):
+        """Starts to copy all tiles of an image, by turns, and the first halves of another array."""
+
+        def fetch(i):
+            barrier = self._tile.at[self._step(phase, i)]
+            self._fetch(source, image, i, self._tile_rows, self._place(i), barrier)
+
+        pl.loop(0, self.plan.tiles)(lambda i: pl.when(self.turn(i))(lambda: fetch(i)))
+        if beside is not None:
+            for i in range(SLOTS):
+                self.fetch_half(beside, image, i - SLOTS)
+
+    def fetch_half(self, source: Heads, image, i):
+        """Starts to copy what follows half i in its slot, if anything does."""
+        following = jnp.int32(i + SLOTS)
+        slot = self._slot(following)
+
+        @pl.when(following < self.plan.tiles)
+        def _():
+            barrier = self._half.at[slot]
+            self._fetch(source, image, following, self._half_rows, slot, barrier)
+
+    def add_bias(self, phase: int, which: int):
+        """Adds the bias of queries (0) or keys (1) to the tiles of a phase, by turns."""
         plgpu = compat.mosaic_gpu()
+        bias = lax.broadcast_in_dim(_load_row(self._bias.at[which, self.head]), (TILE, TILE), (1,))
 
+        def add(i):
+            plgpu.barrier_wait(self._tile.at[self._step(phase, i)])
+
+            def write(count):
+                x = _load(self.tile(i)) + bias
+                if count < TILE:  # zeros stay
+                    token = lax.broadcasted_iota(jnp.int32, (TILE, TILE), 0)
+                    x = jnp.where(token < count, x, jnp.zeros_like(x))
+                self.tile(i)[...] = x
+
+            self._by_count(i, write)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(self._added.at[self._step(phase, i)])
+
+        pl.loop(0, self.plan.tiles)(lambda i: pl.when(self.turn(i))(lambda: add(i)))
+
+    def wait(self, phase: int, i, half: bool = True):
+        """Waits for tile i of a phase and its half of the other array."""
+        compat.mosaic_gpu().barrier_wait(self._added.at[self._step(phase, i)])
+        if half:
+            compat.mosaic_gpu().barrier_wait(self._half.at[self._slot(i)])
+
+    def write_tile(self, target: Heads, image, i):
+        """Starts to write tile i to global memory."""
+        self._write(self._tile_rows, self._place(i), target, image, i)
+
+    def write_half(self, target: Heads, image, i):
+        """Starts to write half i to global memory."""
+        self._write(self._half_rows, self._slot(i), target, image, i)
+
+    def _place(self, i):
+        return self._pair * self.plan.tiles + i
+
+    def _slot(self, i):
+        return self._index * SLOTS + lax.rem(i, jnp.int32(SLOTS))
+
+    def _step(self, phase: int, i):
+        return (self._pair * self.plan.phases + phase) * self.plan.tiles + i
+
+    def _fetch(self, source, image, i, target, slot, barrier):
         def copy(count):
-            for source, target in pairs:
-                plgpu.copy_smem_to_gmem(_head(source, i, count), self._part(target, i, count))
+            part = self._part(source, image, i, count, target.shape[-1])
+            compat.mosaic_gpu().copy_gmem_to_smem(part, _head(target, slot, count), barrier)
 
-        whole = self.tokens // TILE
+        self._by_count(i, copy)
+
+    def _write(self, source, slot, target, image, i):
+        def copy(count):
+            part = self._part(target, image, i, count, source.shape[-1])
+            compat.mosaic_gpu().copy_smem_to_gmem(_head(source, slot, count), part)
+
+        self._by_count(i, copy)
+
+    def _by_count(self, i, do):
+        """Calls `do` with the number of tokens of tile i."""
+        whole = self.plan.tokens // TILE
         if whole:
-            pl.when(i < whole)(lambda: copy(TILE))
-        if self.rest:
-            pl.when(i == whole)(lambda: copy(self.rest))
+            pl.when(i < whole)(lambda: do(TILE))
+        if self.plan.rest:
+            pl.when(i == whole)(lambda: do(self.plan.rest))
 
-    def _part(self, ref, i, count: int):
-        """The first tokens of tile i of this block's image and head."""
-        row = lax.axis_index("batch") * self.tokens + i * TILE
-        return ref.at[pl.ds(row, count), lax.axis_index("head")]
+    def _part(self, heads: Heads, image, i, count: int, columns: int):
+        """The tokens of tile i, all channels or this warpgroup's."""
+        rows = pl.ds(image * self.plan.tokens + i * TILE, count)
+        channels = slice(None) if columns == TILE else pl.ds(self.side * HALF, HALF)
+        return heads.array.at[rows, heads.first + self.head, channels]
 
 
 def _head(ref, i, count: int):
@@ -110,146 +223,14 @@ def _head(ref, i, count: int):
 
 def load(ref):
     """A tile in registers, spread as accumulators are, in float32."""
-    plgpu = compat.mosaic_gpu()
-    x = compat.load(ref, layout=plgpu.Layout.WGMMA, optimized=False)
-    return x.astype(jnp.float32)
+    return _load(ref).astype(jnp.float32)
 
 
-def store(refs, *values):
-    """Rounds tiles to shared memory for the products that follow."""
-    for n, value in enumerate(values):
-        refs.at[n][...] = value.astype(jnp.bfloat16)
-    compat.mosaic_gpu().commit_smem()
+def _load(ref):
+    return compat.load(ref, layout=compat.mosaic_gpu().Layout.WGMMA, optimized=False)
 
 
-def two(x, weights):
-    """x W1 and x W2."""
-    plgpu = compat.mosaic_gpu()
-
-    def run(a, b):
-        plgpu.wgmma(a, x, weights.at[0])
-        plgpu.wgmma(b, x, weights.at[1])
-        return a[...], b[...]
-
-    acc = plgpu.ACC((TILE, TILE), jnp.float32)
-    return pl.run_scoped(run, acc, acc)
-
-
-def _back(acc, a, b, weights):
-    """Adds a W1ᵀ + b W2ᵀ to an accumulator."""
-    plgpu = compat.mosaic_gpu()
-    plgpu.wgmma(acc, a, weights.at[0].transpose((1, 0)))
-    plgpu.wgmma(acc, b, weights.at[1].transpose((1, 0)))
-
-
-def logistic(x):
-    """σ(x) = (tanh(x / 2) + 1) / 2: one instruction, to 5e-4, where 1 / (1 + exp(-x)) is ten."""
-    return 0.5 * jnp.tanh(0.5 * x) + 0.5
-
-
-def gradients(ks, vs, second, weights, ready, tiles: int):
-    """Σ kᵀ (v ⊙ silu(z)) and Σ kᵀ (v ⊙ a ⊙ silu'(z)) with a = k W1, z = k W2.
-
-    Overwrites the values.
-    """
-    plgpu = compat.mosaic_gpu()
-
-    def run(g1, g2):
-        @pl.loop(0, tiles)
-        def _(i):
-            plgpu.barrier_wait(ready.at[i])
-            value, gate = two(ks.at[i], weights)  # waits for all products before
-            v = load(vs.at[i])
-            sigmoid = logistic(gate)
-            slope = sigmoid * (1 + gate * (1 - sigmoid))
-            vs.at[i][...] = (v * gate * sigmoid).astype(jnp.bfloat16)
-            second.at[0][...] = (v * value * slope).astype(jnp.bfloat16)
-            plgpu.commit_smem()
-            turned = ks.at[i].transpose((1, 0))
-            plgpu.wgmma(g1, turned, vs.at[i])
-            plgpu.wgmma(g2, turned, second.at[0])
-
-        return g1[...], g2[...]
-
-    acc = plgpu.ACC((TILE, TILE), jnp.float32)
-    return pl.run_scoped(run, acc, acc)
-
-
-def move(weight, gradient, scale: float, clip: bool):
-    """The weights after the step; `gradient` is that of −⟨f, v⟩, without sign and scale."""
-    if clip:
-        norm = jnp.sqrt(jnp.sum(gradient * gradient, axis=0))
-        gradient = gradient * _columns(1 / (scale * norm + 1))
-    return weight + scale * gradient
-
-
-def move_backwards(error, gradient, scale: float, clip: bool):
-    """Gradient with respect to `gradient` of the weights after the step, given theirs."""
-    if not clip:
-        return scale * error
-    norm = jnp.sqrt(jnp.sum(gradient * gradient, axis=0))
-    along = jnp.sum(gradient * error, axis=0) / jnp.maximum(norm, 1e-30)
-    factor = scale / (scale * norm + 1)
-    return _columns(factor) * (error - gradient * _columns(factor * along))
-
-
-def read_backwards(q, error, spare, weights, d1, d2):
-    """dq of a tile; adds qᵀ da and qᵀ dz to the gradients of the weights read.
-
-    The output is a ⊙ silu(z) with a = q W1, z = q W2. Overwrites the error.
-    """
-    plgpu = compat.mosaic_gpu()
-    value, gate = two(q, weights)
-    wide = load(error)
-    sigmoid = logistic(gate)
-    slope = sigmoid * (1 + gate * (1 - sigmoid))
-    error[...] = (wide * gate * sigmoid).astype(jnp.bfloat16)
-    spare[...] = (wide * value * slope).astype(jnp.bfloat16)
-    plgpu.commit_smem()
-
-    def run(dq):
-        _back(dq, error, spare, weights)
-        plgpu.wgmma(d1, q.transpose((1, 0)), error)
-        plgpu.wgmma(d2, q.transpose((1, 0)), spare)
-        return dq[...]
-
-    return pl.run_scoped(run, plgpu.ACC((TILE, TILE), jnp.float32))
-
-
-def learn_backwards(k, v, spare, weights, errors, d1, d2):
-    """dk and dv of a tile; adds kᵀ da and kᵀ dz to the gradients of the initial weights.
-
-    With a = k W1, z = k W2 the step's gradients are kᵀ r1, kᵀ r2 of r1 = v ⊙ silu(z) and
-    r2 = v ⊙ a ⊙ silu'(z); `errors` are theirs. Overwrites the values.
-    """
-    plgpu = compat.mosaic_gpu()
-    value, gate = two(k, weights)
-    e1, e2 = two(k, errors)
-    wide = load(v)
-    sigmoid = logistic(gate)
-    silu, slope = gate * sigmoid, sigmoid * (1 + gate * (1 - sigmoid))
-    curve = sigmoid * (1 - sigmoid) * (2 + gate * (1 - 2 * sigmoid))
-    v[...] = (wide * silu).astype(jnp.bfloat16)
-    spare[...] = (wide * value * slope).astype(jnp.bfloat16)
-    plgpu.commit_smem()
-
-    def run(dk):
-        _back(dk, v, spare, errors)
-        dv = e1 * silu + e2 * value * slope
-        da = e2 * wide * slope
-        dz = wide * (e1 * slope + e2 * value * curve)
-        plgpu.wgmma_wait(0)
-        v[...] = da.astype(jnp.bfloat16)
-        spare[...] = dz.astype(jnp.bfloat16)
-        plgpu.commit_smem()
-        _back(dk, v, spare, weights)
-        plgpu.wgmma(d1, k.transpose((1, 0)), v)
-        plgpu.wgmma(d2, k.transpose((1, 0)), spare)
-        return dk[...], dv
-
-    return pl.run_scoped(run, plgpu.ACC((TILE, TILE), jnp.float32))
-
-
-def _columns(x):
-    """One value a column, over all rows."""
-    return lax.broadcast_in_dim(x, (TILE, TILE), (1,))
+def _load_row(ref):
+    """A vector in registers, as `load` has a tile's row."""
+    layout = compat.mosaic_gpu().Layout.WGMMA.reduce(0)
+    return compat.load(ref, layout=layout, optimized=False)

@@ -27,9 +27,10 @@ def glu_step(w1, w2, q, k, v, scale: float, clip: bool) -> jax.Array:
     return (product(q, w1) * jax.nn.silu(product(q, w2))).astype(dtype)
 
 
-def glu_step_beside(w1, w2, q, k, v, beside, arrays, scale: float, clip: bool) -> jax.Array:
+def glu_step_beside(w1, w2, qkv, bias, beside, arrays, scale: float, clip: bool) -> jax.Array:
     """`ttt_kernels.glu_step.glu_step_beside`."""
-    heads = w1.shape[0]
+    heads, added = w1.shape[0], qkv + bias.astype(qkv.dtype)
+    q, k, v = (added[:, :, n] for n in range(3))
     first = glu_step(w1, w2, *(x[:, :, :heads] for x in (q, k, v)), scale, clip)
     second = beside(arrays, *(x[:, :, heads:] for x in (q, k, v)))
     return jnp.concatenate([first, second], axis=2)
