@@ -34,9 +34,10 @@ def _equation(eqn, used) -> int:
         depth = math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
         return 2 * depth * eqn.outvars[0].aval.size
     if name == "scan":
-        carried = params["num_carry"]
-        used = [True] * carried + used[carried:]
-        return params["length"] * _count(params["jaxpr"].jaxpr, used)
+        body = params["jaxpr"].jaxpr  # results of every iteration have an axis more than its own
+        pairs = zip(eqn.outvars, body.outvars, used, strict=True)
+        used = [u or a.aval.shape == b.aval.shape for a, b, u in pairs]
+        return params["length"] * _count(body, used)
     if name == "cond":
         return max(_count(branch.jaxpr, used) for branch in params["branches"])
     if name == "while":
