@@ -10,7 +10,7 @@ import pytest
 from tests.hosts import TRAIN, finish, start_hosts, write_config
 from tests.tiny_run import tiny_config, write_text
 from tests.tolerances import assert_close, tolerance
-from ttt_jax import checkpoint, metrics, train
+from ttt_jax import checkpoint, metrics, train, workdirs
 
 _DEVICES = 4
 _MESHES = {
@@ -150,3 +150,14 @@ def test_hosts_that_differ_are_refused(text, tmp_path):
         codes, outputs = finish(start_hosts(commands, 1))
         assert codes == [1, 1], outputs
         assert all(wanted in output for output in outputs), outputs
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+def test_all_hosts_are_refused_where_another_run_trains(text, tmp_path):
+    config = write_config(tmp_path / "config.py", text, '{"steps": 6}', '{"data": 2}')
+    with workdirs.alone_in(tmp_path / "run"):
+        codes, outputs = finish(start_training(config, tmp_path / "run", 2, 1))
+        assert codes == [1, 1], outputs
+        assert "another process (host" in outputs[0] and "another process trains" in outputs[1]
+    assert finish(start_training(config, tmp_path / "run", 2, 1))[0] == [0, 0]

@@ -117,6 +117,19 @@ def test_killed_and_resumed_equals_uninterrupted(text, tmp_path):
     assert_equal_runs(killed, straight, config)
 
 
+def test_a_second_process_is_refused_and_the_first_goes_on(text, tmp_path):
+    fields = {"steps": 40, "save_every": 100}
+    process = start(text, tmp_path, fields)
+    for line in process.stdout:
+        if line.startswith("step "):
+            break
+    with pytest.raises(checkpoint.CheckpointError, match=f"pid {process.pid}, since .* trains in"):
+        train.main(tiny_config(text, **fields), tmp_path)
+    output = process.communicate()[0]
+    assert process.returncode == 0, output
+    assert list(losses(tmp_path)) == list(range(1, 41))
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
 def test_twenty_kills_ten_terminations_and_a_gutted_checkpoint(text, tmp_path):

@@ -1,8 +1,11 @@
 """The trainer: resume, stop, skip, refuse; all on a run that takes a second."""
 
+import errno
+import fcntl
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import threading
@@ -170,7 +173,7 @@ def test_a_run_whose_checkpoints_are_all_broken_does_not_begin_anew(finished, te
     (run / "checkpoints").rename(run / "broken")
     before = (run / "metrics.jsonl").read_bytes()
     for _ in range(2):
-        with pytest.raises(checkpoint.CheckpointError, match="broken holds checkpoints and .* none"):
+        with pytest.raises(checkpoint.CheckpointError, match="broken holds .* and .* none; move"):
             train.main(tiny_config(text), run)
     assert (run / "metrics.jsonl").read_bytes() == before
     (run / "broken" / "6").rename(run / "checkpoints" / "6")
@@ -225,6 +228,37 @@ def test_an_address_or_nothing_is_no_workdir(workdir, message, text, tmp_path, m
     with pytest.raises(checkpoint.CheckpointError, match=message):
         train.main(tiny_config(text), workdir)
     assert not list(tmp_path.iterdir())
+
+
+def test_one_run_at_a_time_in_a_workdir_and_an_error_frees_it(text, tmp_path, monkeypatch):
+    config, met = tiny_config(text), []
+    place = sharding.place_batch
+
+    def start_another(*args):
+        if threading.current_thread() is threading.main_thread() and len(met) < 1:
+            with pytest.raises(checkpoint.CheckpointError) as error:
+                train.main(config, tmp_path)
+            met.append(str(error.value))
+            raise ValueError("the first run fails")
+        return place(*args)
+
+    monkeypatch.setattr(sharding, "place_batch", start_another)
+    with pytest.raises(ValueError, match="the first run fails"):
+        train.main(config, tmp_path)
+    (message,) = met
+    signed = rf"process \(host .+, pid {os.getpid()}, since 20.* UTC\) trains in workdir="
+    assert re.search(signed, message)
+    assert train.main(config, tmp_path) == 0
+
+
+def test_a_file_system_without_locks_is_a_warning(text, tmp_path, monkeypatch, caplog):
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with caplog.at_level(logging.WARNING):
+        assert train.main(tiny_config(text, steps=1), tmp_path) == 0
+    assert "train.lock cannot be locked" in caplog.text
 
 
 def put_in_the_way(folder, spare):

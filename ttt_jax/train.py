@@ -91,45 +91,46 @@ def main(config: Any, workdir: str | os.PathLike[str]) -> int:
     note(f"Model: {name}; parameters by optimizer rule:")
     note(optim.describe_rules(trainee.names, params, config.optimizer))
 
-    # ------------------------------------------------------------------ state: resumed or new
-    checkpoints = checkpoint.Checkpoints(workdir, config.train.keep)
-    state = checkpoints.restore(trainee.abstract, train_batches)
-    if state is None:
-        state = init_state(trainee, config.train.seed)
-        note(f"A new run in {workdir}")
-    else:
-        note(f"Resuming at step {int(state.step)} of {config.train.steps} in {workdir}")
-    if processes.is_first():
-        workdirs.write_config(workdir, config)
-    log = metrics.MetricsLog(workdir, int(state.step))
+    with workdirs.alone_in(workdir):
+        # ------------------------------------------------------------------ state: resumed or new
+        checkpoints = checkpoint.Checkpoints(workdir, config.train.keep)
+        state = checkpoints.restore(trainee.abstract, train_batches)
+        if state is None:
+            state = init_state(trainee, config.train.seed)
+            note(f"A new run in {workdir}")
+        else:
+            note(f"Resuming at step {int(state.step)} of {config.train.steps} in {workdir}")
+        if processes.is_first():
+            workdirs.write_config(workdir, config)
+        log = metrics.MetricsLog(workdir, int(state.step))
 
-    # ------------------------------------------------------------------ training
-    def measure(state: TrainState, max_batches: int) -> Result:
-        params, buffers = state.best_params(), state.buffers
-        return task.evaluate(trainee.graphdef, params, buffers, mesh, max_batches)
+        # ------------------------------------------------------------------ training
+        def measure(state: TrainState, max_batches: int) -> Result:
+            params, buffers = state.best_params(), state.buffers
+            return task.evaluate(trainee.graphdef, params, buffers, mesh, max_batches)
 
-    with StopSignal() as stop, jax.set_mesh(mesh):
-        run = _Run(
-            config=config,
-            task=task,
-            trainee=trainee,
-            batches=train_batches,
-            placement=placement,
-            checkpoints=checkpoints,
-            log=log,
-            measure=measure,
-            stop=stop,
-        )
-        state, code = _run_steps(run, state)
-    checkpoints.close()
+        with StopSignal() as stop, jax.set_mesh(mesh):
+            run = _Run(
+                config=config,
+                task=task,
+                trainee=trainee,
+                batches=train_batches,
+                placement=placement,
+                checkpoints=checkpoints,
+                log=log,
+                measure=measure,
+                stop=stop,
+            )
+            state, code = _run_steps(run, state)
+        checkpoints.close()
 
-    # ------------------------------------------------------------------ evaluation and plot
-    if code == 0:
-        _evaluate(run, state, pathlib.Path(workdir))
-    log.close()
-    if processes.is_first() and (plot := metrics.plot_loss(workdir, name, task.loss_name)):
-        note(f"Loss plot: {plot}")
-    processes.all_true(True)  # none leaves while another still writes
+        # ------------------------------------------------------------------ evaluation and plot
+        if code == 0:
+            _evaluate(run, state, pathlib.Path(workdir))
+        log.close()
+        if processes.is_first() and (plot := metrics.plot_loss(workdir, name, task.loss_name)):
+            note(f"Loss plot: {plot}")
+        processes.all_true(True)  # none leaves while another still writes
     return code
 
 

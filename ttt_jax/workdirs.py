@@ -1,13 +1,18 @@
 """The folder of a run: config.json, and whether a run may start or go on in it; other outputs.
 
 Layout: ``config.json`` (the run's configuration), ``checkpoints/`` and ``broken/`` (see
-`ttt_jax.checkpoint`), ``metrics.jsonl``, ``evaluation.json``, pictures.
+`ttt_jax.checkpoint`), ``metrics.jsonl``, ``evaluation.json``, pictures; ``train.lock`` says who
+trains there (`alone_in`).
 """
 
 import contextlib
+import datetime
+import fcntl
 import logging
 import os
 import pathlib
+import socket
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -89,6 +94,51 @@ def check_workdir(workdir: str | os.PathLike[str], config: Any) -> None:
             f"workdir={str(workdir)!r} holds a run with another configuration ({listed}); give "
             "another --workdir, or the flags that it was started with"
         )
+
+
+@contextlib.contextmanager
+def alone_in(workdir: str | os.PathLike[str]) -> Iterator[None]:
+    """While entered, no other run can enter with the same folder, which is made if need be.
+
+    The first process of the run holds a lock on ``train.lock``; the system releases it when that
+    process ends, however it ends. The file stays: one that is removed could be locked twice. A
+    file system without locks is a warning.
+
+    Raises:
+      CheckpointError: another run is in there.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, alone_in(folder):
+    ...     sorted(os.listdir(folder))
+    ['train.lock']
+    """
+    path = pathlib.Path(workdir) / "train.lock"
+    with contextlib.ExitStack() as stack:
+        problem = _locking_problem(path, stack) if processes.is_first() else None
+        if not processes.all_true(problem is None):
+            raise CheckpointError(
+                f"{problem or 'another process'} trains in workdir={str(workdir)!r}; wait for its "
+                "end, or give another --workdir"
+            )
+        yield
+
+
+def _locking_problem(path: pathlib.Path, stack: contextlib.ExitStack) -> str | None:
+    """Locks a file until the stack closes it, and signs it; names the process that has it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        file = stack.enter_context(path.open("a+"))
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return f"another process ({path.read_text() or 'starting now'})"
+    except OSError as error:
+        logger.warning("%s cannot be locked (%s): see that no other run trains there", path, error)
+        return None
+    since = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    file.truncate(0)
+    file.write(f"host {socket.gethostname()}, pid {os.getpid()}, since {since}")
+    file.flush()
+    return None
 
 
 def check_output(name: str, folder: str | os.PathLike[str]) -> None:
