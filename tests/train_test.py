@@ -5,7 +5,9 @@ import fcntl
 import json
 import logging
 import os
+import pathlib
 import re
+import runpy
 import shutil
 import signal
 import threading
@@ -16,7 +18,7 @@ import numpy as np
 import pytest
 
 from tests.tiny_run import assert_equal_states, tiny_config, write_text
-from ttt_jax import checkpoint, evaluate, metrics, sharding, train
+from ttt_jax import checkpoint, evaluate, metrics, sharding, train, workdirs
 from ttt_jax.tasks import make_task
 from ttt_jax.train_step import make_train_step, make_trainee
 
@@ -259,6 +261,33 @@ def test_a_file_system_without_locks_is_a_warning(text, tmp_path, monkeypatch, c
     with caplog.at_level(logging.WARNING):
         assert train.main(tiny_config(text, steps=1), tmp_path) == 0
     assert "train.lock cannot be locked" in caplog.text
+
+
+def test_an_evaluation_on_other_data_is_asked_for_on_purpose(finished, text, tmp_path):
+    run, words = tmp_path / "run", tmp_path / "words.jsonl"
+    shutil.copytree(finished, run)
+    shutil.copy(text, words)
+    config = tiny_config(words)
+    workdirs.write_config(run, config)
+    report = evaluate.read_report(finished)
+    assert evaluate.evaluate_workdir(run)[1].metrics["perplexity"] == report["perplexity"]
+    _, position = read_state(run, config)
+    words.write_text(json.dumps({"text": "one more"}) + "\n" + words.read_text())
+    changed = make_task(config).batches("train").get_state()["corpus"]
+    wanted = f"corpus='{changed}' now, .* 6 was trained on corpus='{position['corpus']}'.*--source="
+    with pytest.raises(ValueError, match=wanted):
+        evaluate.evaluate_workdir(run)
+    other = evaluate.evaluate_workdir(run, source=str(words))[1]
+    assert other.metrics["perplexity"] != report["perplexity"]
+
+
+@pytest.mark.parametrize("name", ["lact_llm", "vittt", "lact_nvs"])
+def test_the_saved_position_of_every_task_names_its_data(name):
+    path = pathlib.Path(__file__).parent.parent / "configs" / f"{name}.py"
+    task = make_task(runpy.run_path(str(path))["get_config"]("tiny"))
+    position = task.batches("train").get_state()
+    (found,) = set(evaluate.HASHES) & set(position)
+    assert position[found][:8] in task.describe()
 
 
 def put_in_the_way(folder, spare):

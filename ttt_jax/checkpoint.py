@@ -165,7 +165,7 @@ class Checkpoints:
 
     def restore_parts(
         self, abstract: dict[str, Any], step: int | None = None
-    ) -> tuple[dict[str, Any], int]:
+    ) -> tuple[dict[str, Any], dict[str, Any], int]:
         """Reads some parts alone, of one step or of the newest whole checkpoint.
 
         Args:
@@ -174,7 +174,7 @@ class Checkpoints:
           step: the checkpoint's step; None takes the newest that can be read.
 
         Returns:
-          (the parts by name, step).
+          (the parts by name, what `save` wrote beside them, step).
 
         Raises:
           ValueError: a leaf has another shape or dtype in the checkpoint.
@@ -186,8 +186,7 @@ class Checkpoints:
         for candidate in reversed(steps) if step is None else [step]:
             found = self._try_load(candidate, abstract, abstract)
             if found is not None:
-                del found["metadata"]
-                return found, candidate
+                return found, found.pop("metadata"), candidate
         raise CheckpointError(f"{self._folder} holds no readable checkpoint (steps {steps})")
 
     def _try_load(self, step: int, parts: dict[str, Any], abstract: Any) -> dict[str, Any] | None:
@@ -231,6 +230,7 @@ class LoadedModel:
       graphdef: the model without its arrays.
       params: its parameters; their moving average where the run kept one.
       buffers: its running statistics.
+      position: in the data of training, as `save` was given it; None for converted weights.
       step: the checkpoint's step.
     """
 
@@ -238,6 +238,7 @@ class LoadedModel:
     graphdef: nnx.GraphDef
     params: Any
     buffers: Any
+    position: dict[str, Any] | None
     step: int
 
     def model(self) -> nnx.Module:
@@ -266,7 +267,7 @@ def load_arrays(workdir: str | os.PathLike[str], step: int | None = None) -> Loa
     wanted = {name: params} | ({"buffers": buffers} if buffers else {})
     checkpoints = Checkpoints(workdir)
     try:
-        found, step = checkpoints.restore_parts(wanted, step)
+        found, metadata, step = checkpoints.restore_parts(wanted, step)
     finally:
         checkpoints.close()
     return LoadedModel(
@@ -274,6 +275,7 @@ def load_arrays(workdir: str | os.PathLike[str], step: int | None = None) -> Loa
         graphdef=graphdef,
         params=found[name],
         buffers=found.get("buffers", {}),
+        position=metadata["data"],
         step=step,
     )
 

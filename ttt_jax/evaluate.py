@@ -8,11 +8,12 @@ from typing import Any
 import jax
 
 from ttt_jax import sharding, workdirs
-from ttt_jax.checkpoint import load_arrays
+from ttt_jax.checkpoint import LoadedModel, load_arrays
 from ttt_jax.metrics import note
-from ttt_jax.tasks import Result, make_task
+from ttt_jax.tasks import Result, Task, make_task
 
 REPORT = "evaluation.json"
+HASHES = ("corpus", "images", "hash")  # of text, images and views, in a saved position
 
 
 def print_report(step: int, result: Result) -> None:
@@ -59,7 +60,8 @@ def evaluate_workdir(
     Args:
       workdir: the run's folder.
       step: the checkpoint's step; None takes the newest that can be read.
-      source: another `config.data.source`; None keeps the run's own.
+      source: another `config.data.source`, or the run's own, whatever it holds now; None takes the
+        run's own, which must hold what the run was trained on.
       pictures: a folder for the task's pictures; None draws none.
 
     Returns:
@@ -67,8 +69,8 @@ def evaluate_workdir(
 
     Raises:
       CheckpointError: there is no run, or no readable checkpoint, in `workdir`.
-      ValueError: the data cannot be read, its held-out split is empty, or `pictures` cannot be
-        written to.
+      ValueError: the data cannot be read or is not that of the training, its held-out split is
+        empty, or `pictures` cannot be written to.
     """
     if pictures is not None:
         workdirs.check_output("pictures", pictures)
@@ -76,6 +78,8 @@ def evaluate_workdir(
     if source is not None:
         loaded.config.data.source = source
     task = make_task(loaded.config)
+    if source is None:
+        _check_data(task, loaded)
     arrays = (loaded.graphdef, loaded.params, loaded.buffers)
     result = task.evaluate(*arrays, sharding.make_mesh())
     paths = []
@@ -84,3 +88,21 @@ def evaluate_workdir(
         folder.mkdir(parents=True, exist_ok=True)
         paths = task.artefacts(*arrays, folder)
     return loaded.step, result, paths
+
+
+def _check_data(task: Task, loaded: LoadedModel) -> None:
+    """Raises ValueError unless the data is what the model was trained on.
+
+    Other files share out anew what is held out, so that it may have been trained on.
+    """
+    if loaded.position is None:
+        return
+    ours, source = task.batches("train").get_state(), loaded.config.data.source
+    for name in HASHES:
+        theirs = loaded.position.get(name)
+        if theirs is not None and theirs != ours.get(name):
+            raise ValueError(
+                f"config.data.source={source!r} has {name}={ours.get(name)!r} now, and checkpoint "
+                f"{loaded.step} was trained on {name}={theirs!r}: what is held out now may have "
+                f"been learnt; bring the data back, or give --source={source!r} to use it as it is"
+            )
