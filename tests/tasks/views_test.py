@@ -11,10 +11,11 @@ from PIL import Image
 from scipy import ndimage
 
 from tests.data import posed_scenes
-from ttt_jax import sharding
+from ttt_jax import sharding, train
 from ttt_jax.config import Config, TrainConfig
 from ttt_jax.config_views import ViewsConfig
 from ttt_jax.data.camera_paths import focus_of, swing, up_of
+from ttt_jax.data.scene_sets import open_scenes
 from ttt_jax.data.scenes import look_at
 from ttt_jax.models import build, lact_nvs, transformer
 from ttt_jax.tasks import make_task
@@ -155,6 +156,18 @@ def test_held_out_views_of_files(tmp_path):
         centres = batch["poses"][:, :, :3, 3]
         near = np.linalg.norm(centres[:, :2] - centres[:, 2:3], axis=-1)
         assert np.all(near[:, 0] <= near[:, 1])
+
+
+def test_held_out_images_that_cannot_be_read_are_found_before_the_first_step(tmp_path):
+    """One damaged picture leaves the only held-out scene too few views."""
+    for number in range(3):
+        posed_scenes.write_json(tmp_path / "set" / f"s{number}", seed=number, count=4)
+    config = _config(source=str(tmp_path / "set"), eval_fraction=0.3)
+    (scene,) = open_scenes(config.data).held_out
+    scene.views[0].image.write_bytes(b"garbage")
+    with pytest.raises(ValueError, match="1 examples of the split 'eval' none has enough"):
+        train.main(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_errors():
