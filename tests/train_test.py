@@ -340,11 +340,25 @@ def test_a_non_finite_step_is_skipped_and_counted(text, tmp_path, monkeypatch, c
 
 
 def test_too_many_non_finite_steps_end_the_run(text, tmp_path, monkeypatch, capsys):
-    poison(monkeypatch, set(range(3, 100)))
-    assert train.main(tiny_config(text, max_nonfinite_steps=1), tmp_path) == train.EXIT_NOT_FINITE
-    assert "max_nonfinite_steps=1" in capsys.readouterr().out
-    assert checkpoint.Checkpoints(tmp_path).steps()[-1] >= 4
+    config = tiny_config(text, max_nonfinite_steps=1, steps=9)
+    with monkeypatch.context() as patch:
+        poison(patch, set(range(3, 100)))
+        assert train.main(config, tmp_path) == train.EXIT_NOT_FINITE
+    output = capsys.readouterr().out
+    assert "max_nonfinite_steps=1 are borne" in output and "in another --workdir" in output
+    stopped = checkpoint.Checkpoints(tmp_path).steps()[-1]
+    assert 4 <= stopped < 9
     assert not (tmp_path / "evaluation.json").exists()
+    # What the message names can be done: the same command, and with a larger limit.
+    with monkeypatch.context() as patch:
+        poison(patch, {1})  # the next one, again
+        assert train.main(config, tmp_path) == train.EXIT_NOT_FINITE
+    config.train.max_nonfinite_steps = 9
+    with monkeypatch.context() as patch:
+        poison(patch, {1})
+        assert train.main(config, tmp_path) == 0
+    lines = metrics.read_metrics(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines if line["kind"] == "train"] == list(range(1, 10))
 
 
 @pytest.mark.parametrize(

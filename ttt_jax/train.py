@@ -190,8 +190,10 @@ def _run_steps(run: _Run, state: TrainState) -> tuple[TrainState, int]:
     if code == EXIT_NOT_FINITE:
         note(
             f"{reporter.skipped_in_a_row} steps in a row were not finite, and at most "
-            f"config.train.max_nonfinite_steps={train.max_nonfinite_steps} are borne: lower the "
-            "learning rate or look at the data"
+            f"config.train.max_nonfinite_steps={train.max_nonfinite_steps} are borne. If a part "
+            "of the data is at fault, the same command goes on behind it, and gets further with a "
+            "larger config.train.max_nonfinite_steps; if the training has diverged, begin anew "
+            "in another --workdir with a lower learning rate"
         )
     if int(state.step) > first:
         note(f"Steps {first + 1} to {int(state.step)}: {reporter.summary()}")
