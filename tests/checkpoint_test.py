@@ -85,7 +85,7 @@ def test_a_disk_that_is_full_is_an_error_and_the_last_whole_checkpoint_stays(tmp
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (_SIZE * _SIZE * 2, limits[1]))
     try:
-        with pytest.raises(checkpoint.CheckpointError, match="checkpoint"):
+        with pytest.raises(checkpoint.CheckpointError, match="the same command goes on"):
             save(checkpoints, 2)  # written in the background
             checkpoints.close()
     finally:

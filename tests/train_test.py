@@ -205,6 +205,14 @@ def test_another_configuration_is_refused_before_work_starts(finished, text, mon
         train.main(config, finished)
 
 
+def test_checkpoints_without_their_configuration_are_refused(finished, text, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    (run / "config.json").unlink()
+    with pytest.raises(checkpoint.CheckpointError, match="holds checkpoints and no config.json"):
+        train.main(tiny_config(text), run)
+
+
 def test_fields_that_change_no_update_may_differ(finished, text, capsys):
     config = tiny_config(text, log_every=5, keep=7)
     config.mesh.fsdp, config.mesh.data = 1, 1

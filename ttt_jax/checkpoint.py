@@ -91,7 +91,7 @@ class Checkpoints:
                 step, parts, force=True, custom_metadata=metadata
             )
         except Exception as error:
-            raise CheckpointError(f"checkpoint {step} in {self._folder}: {error}") from error
+            raise self._failure(error) from error
         if self._pending is None:
             raise CheckpointError(f"checkpoint {step} in {self._folder} was refused by Orbax")
 
@@ -103,7 +103,7 @@ class Checkpoints:
         try:
             pending.result()
         except Exception as error:
-            raise CheckpointError(f"a checkpoint in {self._folder} failed: {error}") from error
+            raise self._failure(error) from error
 
     def close(self) -> None:
         """Waits for the last `save` and gives the folder free. Raises CheckpointError."""
@@ -113,7 +113,13 @@ class Checkpoints:
             try:
                 self._checkpointer.close()
             except Exception as error:  # Orbax raises what a background write died of once more
-                raise CheckpointError(f"a checkpoint in {self._folder} failed: {error}") from error
+                raise self._failure(error) from error
+
+    def _failure(self, error: Exception) -> CheckpointError:
+        return CheckpointError(
+            f"a checkpoint in {self._folder} failed: {error}; the last whole one stays, and the "
+            "same command goes on from it once the cause is gone (a full disk?)"
+        )
 
     def restore(self, abstract: TrainState, data: Any) -> TrainState | None:
         """Reads the newest checkpoint that is whole, and moves `data` to its position.

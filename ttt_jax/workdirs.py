@@ -58,7 +58,7 @@ def check_workdir(workdir: str | os.PathLike[str], config: Any) -> None:
 
     Raises:
       CheckpointError: the folder has no name, is an address, cannot be written to, or holds a run
-        of another configuration.
+        of another configuration or of one that is lost.
     """
     if not str(workdir).strip():
         raise CheckpointError("workdir='' has no name (an unset shell variable?); give --workdir")
@@ -74,6 +74,11 @@ def check_workdir(workdir: str | os.PathLike[str], config: Any) -> None:
         raise CheckpointError(f"workdir={str(workdir)!r} {problem}; give another --workdir")
     found = read_config(workdir)
     if found is None:
+        if any(folder.glob("checkpoints/[0-9]*")):
+            raise CheckpointError(
+                f"workdir={str(workdir)!r} holds checkpoints and no config.json that says of what; "
+                "put the file back, or give another --workdir"
+            )
         return
     changed = config_lib.differences(config, found)
     if any(name == "train.steps" for name, _, _ in changed):
