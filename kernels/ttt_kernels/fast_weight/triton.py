@@ -16,6 +16,7 @@ from ttt_kernels import compat
 
 ROWS = 4  # of a program
 MAX_COLUMNS = 512  # of a step
+TIMED_WIDTH = 1024  # of the hidden layer: below it nothing has been timed, and XLA runs
 _WARPS = 4
 
 
@@ -33,7 +34,8 @@ def unsupported(gate_up: jax.Array) -> str | None:
 
 def runs(gate_up: jax.Array) -> bool:
     """Whether the kernels run in the program being traced."""
-    return not (unsupported(gate_up) or compat.triton_problem())
+    untimed = gate_up.shape[-1] < 2 * TIMED_WIDTH
+    return not (untimed or unsupported(gate_up) or compat.triton_problem())
 
 
 def _sigmoid(x):

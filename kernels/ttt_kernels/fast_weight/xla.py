@@ -2,7 +2,7 @@
 
 Products that feed products are rounded to the tokens' dtype (accumulated in float32 or wider), and
 gate and up are one product: on an H200 float32 intermediates take a third more time. What lies
-between the products is by the kernels of `triton` where they run.
+between the products of wide hidden layers (LaCT-NVS) is by the kernels of `triton` where they run.
 """
 
 from __future__ import annotations
