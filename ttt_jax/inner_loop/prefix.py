@@ -1,5 +1,6 @@
 """Prefixes over chunks: ``S_n = decay_n · S_{n-1} + values_n``, all of them at once."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -121,9 +122,22 @@ def prefix(
     return PREFIXES[implementation](decay, values, initial, ahead, precision)
 
 
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=1)
+def running_product(x: jax.Array, axis: int) -> jax.Array:
+    """``jnp.cumprod``; its gradient keeps ``x`` alone.
+
+    The parts that JAX would keep of it are in part empty, and where they cross a ``shard_map``
+    between the forward and the backward pass, jaxlib 0.11 ends in a segmentation fault.
+
+    >>> running_product(jnp.array([2.0, 3.0, 4.0]), 0).tolist()
+    [2.0, 6.0, 24.0]
+    """
+    return jnp.cumprod(x, axis)
+
+
 def _products_after(decay: jax.Array) -> jax.Array:
     """``Π decay[m:]`` for ``m`` from 0 to n: what is left of a value at the end, n + 1 of them."""
-    kept = jnp.flip(jnp.cumprod(jnp.flip(decay, 2), 2), 2)
+    kept = jnp.flip(running_product(jnp.flip(decay, 2), 2), 2)
     return jnp.concatenate([kept, jnp.ones_like(kept[:, :, :1])], 2)
 
 
@@ -163,7 +177,7 @@ def _triangular_prefix(decay, values, initial, ahead, precision):
         decay, values = decay.astype(initial.dtype), values.astype(initial.dtype)
         # product of decay[m+1 .. n]: a running product down each column, started below the diagonal
         factors = jnp.where(order[:, None] > order, decay[..., 0], 1)
-        matrix, kept = jnp.cumprod(factors, axis=2), jnp.cumprod(decay, axis=2)
+        matrix, kept = running_product(factors, 2), running_product(decay, 2)
         if ahead:
             matrix, kept = (_shift(x, jnp.ones_like(x[:, :, :1])) for x in (matrix, kept))
         matrix = jnp.where(after >= order, matrix, 0)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ttt_jax.inner_loop import delta, kernel, parallel
 from ttt_jax.inner_loop.chunks import Tokens, arrange, like
 from ttt_jax.inner_loop.fast_nets import Weights, dense
-from ttt_jax.inner_loop.prefix import scan_of
+from ttt_jax.inner_loop.prefix import running_product, scan_of
 from ttt_jax.inner_loop.sequence_parallel_documents import Edge
 from ttt_jax.inner_loop.sequence_parallel_exchange import (
     Exchange,
@@ -59,7 +59,7 @@ def run_chunks(
         if decay is None:
             ahead = exclusive_prefix(None, last, initial, axis_name, exchange)
             return ahead, own + ahead[:, :, None], last + ahead
-        kept = jnp.cumprod(decay, 2)
+        kept = running_product(decay, 2)
         whole = kept[:, :, -1]
         if ahead_of:
             kept = jnp.concatenate([jnp.ones_like(kept[:, :, :1]), kept[:, :, :-1]], 2)
