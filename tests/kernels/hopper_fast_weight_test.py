@@ -88,8 +88,8 @@ def test_gradient_of_the_last(case, way):
     check(way, *prepared(case, 1), "last", kernels)
 
 
-@hopper.ways({"LaCT": (1, 300, 2, 384, 384, 384), "narrow": (2, 8, 1, 64, 128, 64)},
-             xla=("narrow",))  # fmt: skip
+@hopper.ways({"LaCT-NVS": (1, 300, 1, 768, 1536, 768), "small": (2, 8, 1, 64, 1024, 64)},
+             xla=("small",))  # fmt: skip
 def test_between_the_products_of_xla(case, way):
     kernels = {"glu_errors_forward", "glu_errors_backward", "glu_hidden_backward"}
     check(way, *prepared(case, 3), "all", kernels, form="xla")
