@@ -11,9 +11,9 @@ after which state and outputs are matrix products:
     O   = (q D exp(before)) S + (A_(q D)b + diag(q b^T)) U + (A_(q D)k + diag(q k^T)) v
 
 with `before` and `after` the sums of log decays ahead of and behind each token. The three rules are
-three choices of (a, b, R): `_erase_terms`. The solve is by substitution, never by powers of `A`,
-which grow like binomials when keys repeat. `U = U_0 + W S` is solved once for all chunks of a
-group; only three products a chunk are sequential. The backward pass computes each group again, so
+three choices of (a, b, R): `_erase_terms`. `solve` inverts blocks within blocks, it takes no powers
+of `A`, which grow like binomials when keys repeat. `U = U_0 + W S` is solved once for all chunks of
+a group; only three products a chunk are sequential. The backward pass computes each group again, so
 that what stays in memory is the inputs and one state a group.
 
 Sources: arXiv 2406.06484 (DeltaNet in parallel), section 3; arXiv 2412.06464 (Gated DeltaNet),
@@ -31,6 +31,7 @@ from jax import lax
 
 from ttt_kernels.delta_rule.checks import SUB_CHUNK
 from ttt_kernels.delta_rule.scores import pair_scores, sums_around
+from ttt_kernels.delta_rule.solve import solve_unit_lower
 from ttt_kernels.linear_attention import segments
 from ttt_kernels.linear_attention.shapes import accumulator_dtype
 
@@ -240,15 +241,13 @@ def _erase_terms(x: _Group, own: jax.Array, scores, product) -> _Erase | None:
 
 
 def _solve(erase: _Erase, starts: _Starts, scores, product) -> tuple[jax.Array, jax.Array]:
-    """`(I - A_ab)^{-1}` of base and of the reads of the starting state, by substitution.
+    """`(I - A_ab)^{-1}` of base and of the reads of the starting state.
 
     Returns ([b, h, n, c, value_dim], [b, h, n, c, key_dim]).
     """
     rows, of_reset = _start_reads(erase.read, starts, product)
     right = jnp.concatenate([erase.base + of_reset, rows], axis=-1)
-    solution = lax.linalg.triangular_solve(
-        -scores(erase.read, erase.write), right, left_side=True, lower=True, unit_diagonal=True
-    )
+    solution = solve_unit_lower(-scores(erase.read, erase.write), right)
     return tuple(jnp.split(solution, [erase.base.shape[-1]], axis=-1))
 
 
