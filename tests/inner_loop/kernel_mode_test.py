@@ -72,6 +72,27 @@ def test_the_program_holds_the_kernels(platform, variant, monkeypatch):
         assert not passes, passes
 
 
+@pytest.mark.parametrize(
+    "mode, dtype, hidden, kernels",
+    [("auto", "bfloat16", 1024, True), ("auto", "float32", 1024, False),
+     ("auto", "bfloat16", 896, False), ("recurrent", "bfloat16", 1024, False)],
+)  # fmt: skip
+def test_spans_of_a_wide_network_have_kernels_between_its_products(
+    mode, dtype, hidden, kernels, monkeypatch
+):
+    monkeypatch.setattr(compat, "target_platform", lambda: "gpu")
+    monkeypatch.setattr(compat, "hopper_problem", lambda: None)
+    spec = presets.lact_nvs([(0, 8, True, False), (0, 16, False, True)])
+    struct = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(dtype))
+    weights = jax.eval_shape(lambda: spec.init(jax.random.key(0), 1, 8, hidden_dim=hidden))
+    tokens = {n: struct((1, 16, 1, 8)) for n in "qkv"}
+    tokens["lr"] = jax.ShapeDtypeStruct((1, 16, 1, 3), jnp.float32)
+    run = functools.partial(ttt_jax.ttt, spec, mode=mode)
+    traced = jax.jit(lambda weights, tokens: run(weights, **tokens)[0]).trace(weights, tokens)
+    program = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert ("gpu.triton" in program) == kernels
+
+
 def test_auto_takes_kernels_on_hopper_where_they_were_seen_to_win(monkeypatch):
     monkeypatch.setattr(compat, "hopper_problem", lambda: None)
     views = presets.lact_nvs([(0, 2048, True, False), (0, 4096, False, True)])

@@ -92,7 +92,7 @@ def test_gradient_of_the_last(case, way):
              xla=("small",))  # fmt: skip
 def test_between_the_products_of_xla(case, way):
     kernels = {"glu_errors_forward", "glu_errors_backward", "glu_hidden_backward"}
-    check(way, *prepared(case, 3), "all", kernels, form="xla")
+    check(way, *prepared(case, 3), "all", kernels, form="triton")
 
 
 ODD = {f"{what}, {trained}": (what, trained)

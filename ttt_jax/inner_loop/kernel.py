@@ -18,6 +18,7 @@ from ttt_jax.inner_loop.recurrent import finish
 from ttt_jax.inner_loop.spec import InnerLoop
 from ttt_jax.inner_loop.updates import State
 from ttt_kernels import compat
+from ttt_kernels.fast_weight import triton
 from ttt_kernels.linear_attention import linear_attention
 
 _LONG_CHUNK = 1024  # tokens, as in ``ttt_kernels.chunk_products``; shorter ones have not been timed
@@ -62,6 +63,26 @@ def _network_wins(spec: InnerLoop) -> bool:
     named = isinstance(spec.order, str) and spec.order != "token_causal"
     long = (spec.chunk_size or 0) >= _LONG_CHUNK
     return type(spec.fast_net) is SwiGLU and spec.loss.state_free and named and long
+
+
+def backend_of_spans(spec: InnerLoop, weights: Weights, k: jax.Array) -> str:
+    """The backend of explicit spans with ``mode="auto"``: XLA's, or kernels between its products.
+
+    Those are taken where they were timed: LaCT's network with a wide hidden layer on a Hopper GPU.
+
+    Args:
+      spec: the inner loop; its ``order`` is a tuple of spans.
+      weights: of its network.
+      k: keys, ``[batch, time, heads, key_dim]``.
+    """
+    if type(spec.fast_net) is not SwiGLU or compat.triton_problem():
+        return "xla"
+    hidden = weights["w0"].shape[-1]
+    problems = [triton.untimed(hidden)]
+    for span in spec.order:
+        tokens = (k.shape[0], k.shape[2], span.end - span.start, k.shape[3])
+        problems.append(triton.unsupported(hidden, jax.ShapeDtypeStruct(tokens, k.dtype)))
+    return "xla" if any(problems) else "triton"
 
 
 def one_call_obstacles(spec: InnerLoop, channel_gate: bool = False) -> list[str]:

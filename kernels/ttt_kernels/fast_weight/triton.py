@@ -1,41 +1,57 @@
-"""What LaCT's fast network makes of gate and up, on NVIDIA GPUs through Pallas' Triton backend.
+"""The fast weight by XLA's products and, between them, kernels of Pallas' Triton backend.
 
-Elementwise, each way one pass. Gate and up, their errors and their gradients lie beside each other
-in one array, as one product makes or takes them; XLA would write two and copy them together.
+What LaCT's fast network makes of gate and up, elementwise, each way one pass. Gate and up, their
+errors and their gradients lie beside each other in one array, as one product makes or takes them;
+XLA would write two and copy them together.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ttt_kernels import compat
+from ttt_kernels.fast_weight import xla
 
 ROWS = 4  # of a program
 MAX_COLUMNS = 512  # of a step
-TIMED_WIDTH = 1024  # of the hidden layer: below it nothing has been timed, and XLA runs
+TIMED_WIDTH = 1024  # of the hidden layer
 _WARPS = 4
 
 
-def unsupported(gate_up: jax.Array) -> str | None:
-    """Why the kernels cannot run these arguments on any device, or None."""
-    *rows, columns = gate_up.shape
-    if gate_up.dtype != jnp.bfloat16:
-        return f"the input is {gate_up.dtype}; the Triton kernel takes bfloat16"
-    if gate_up.size >= 2**31 or rows[-1] % ROWS:
-        return f"{rows} rows; the Triton kernel takes multiples of {ROWS}, below 2^31 numbers"
-    if columns % 256:
-        return f"a hidden width of {columns // 2}; the Triton kernel takes multiples of 128"
+def unsupported(hidden: int, x: jax.Array) -> str | None:
+    """Why the kernels cannot run x, [batch, heads, time, key_dim], on any device, or None."""
+    rows = math.prod(x.shape[:-1])
+    if x.dtype != jnp.bfloat16:
+        return f"the tokens are {x.dtype}; the Triton kernels take bfloat16"
+    if rows * 2 * hidden >= 2**31 or x.shape[-2] % ROWS:
+        return f"{x.shape[-2]} tokens; the Triton kernels take multiples of {ROWS}, < 2^31 numbers"
+    if hidden % 128:
+        return f"a hidden width of {hidden}; the Triton kernels take multiples of 128"
     return None
 
 
-def runs(gate_up: jax.Array) -> bool:
-    """Whether the kernels run in the program being traced."""
-    untimed = gate_up.shape[-1] < 2 * TIMED_WIDTH
-    return not (untimed or unsupported(gate_up) or compat.triton_problem())
+def untimed(hidden: int) -> str | None:
+    """Why the kernels are taken by name alone, or None."""
+    if hidden < TIMED_WIDTH:
+        return f"a hidden width of {hidden}: below {TIMED_WIDTH} nothing has been timed"
+    return None
+
+
+def apply(w0: jax.Array, w1: jax.Array, w2: jax.Array, q: jax.Array) -> jax.Array:
+    """`(silu(q W0) * (q W2)) W1`; see `ttt_kernels.fast_weight_apply`."""
+    return xla.apply(w0, w1, w2, q, hidden_of=hidden)
+
+
+def gradients(
+    w0: jax.Array, w1: jax.Array, w2: jax.Array, k: jax.Array, error: jax.Array, rates: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Gradients of all matrices, or of `w1` for one rate; `ttt_kernels.fast_weight_gradients`."""
+    return xla.gradients(w0, w1, w2, k, error, rates, errors_of=errors)
 
 
 def _sigmoid(x):

@@ -1,20 +1,20 @@
 """The fast weight in plain JAX: batched products, any backend.
 
 Products that feed products are rounded to the tokens' dtype (accumulated in float32 or wider), and
-gate and up are one product: on an H200 float32 intermediates take a third more time. What lies
-between the products of wide hidden layers (LaCT-NVS) is by the kernels of `triton` where they run.
+gate and up are one product: on an H200 float32 intermediates take a third more time. `triton` has
+the same products, and kernels of its own between them.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ttt_kernels import compat
-from ttt_kernels.fast_weight import triton
 
 
 def _product(equation: str, a: jax.Array, b: jax.Array, wide: bool = False) -> jax.Array:
@@ -109,25 +109,43 @@ def hidden(w0: jax.Array, w2: jax.Array, x: jax.Array, rates: jax.Array | None) 
     return _hidden(_gate_up(x, w0, w2, "bth"), rates, x.dtype)
 
 
-def apply(w0: jax.Array, w1: jax.Array, w2: jax.Array, q: jax.Array) -> jax.Array:
-    """`(silu(q W0) * (q W2)) W1`; see `ttt_kernels.fast_weight_apply`."""
+def apply(
+    w0: jax.Array,
+    w1: jax.Array,
+    w2: jax.Array,
+    q: jax.Array,
+    hidden_of: Callable[[jax.Array], jax.Array] | None = None,
+) -> jax.Array:
+    """`(silu(q W0) * (q W2)) W1`; see `ttt_kernels.fast_weight_apply`.
+
+    `hidden_of` makes the hidden activations of gate and up, which lie beside each other.
+    """
     gate_up = _gate_up(q, w0, w2, "bht")
-    value = triton.hidden(gate_up) if triton.runs(gate_up) else _hidden(gate_up, None, q.dtype)
+    value = _hidden(gate_up, None, q.dtype) if hidden_of is None else hidden_of(gate_up)
     return _dense(value, w1, "bht").astype(q.dtype)
 
 
 def gradients(
-    w0: jax.Array, w1: jax.Array, w2: jax.Array, k: jax.Array, error: jax.Array, rates: jax.Array
+    w0: jax.Array,
+    w1: jax.Array,
+    w2: jax.Array,
+    k: jax.Array,
+    error: jax.Array,
+    rates: jax.Array,
+    errors_of: Callable[..., tuple[jax.Array, jax.Array]] | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Gradients of all matrices, or of `w1` for one rate; `ttt_kernels.fast_weight_gradients`."""
+    """Gradients of all matrices, or of `w1` for one rate; `ttt_kernels.fast_weight_gradients`.
+
+    `errors_of` makes (hidden activations with their rate, errors of gate and up with theirs).
+    """
     gate_up = _gate_up(k, w0, w2, "bht")
     if rates.shape[-1] == 1:
         return (_outer(_hidden(gate_up, rates, k.dtype), error),)
     back = _dense(error, w1.mT, "bht")
-    if triton.runs(gate_up):
-        value, errors = triton.errors(gate_up, back, rates)
-    else:
+    if errors_of is None:
         value = _hidden(gate_up, rates[..., 1:2], k.dtype)
         errors = _errors(gate_up, back, rates, k.dtype)
+    else:
+        value, errors = errors_of(gate_up, back, rates)
     d_w0, d_w2 = jnp.split(_outer(k, errors), 2, axis=-1)
     return d_w0, _outer(value, error), d_w2
