@@ -9,7 +9,8 @@ from flax import nnx
 from tests.tolerances import assert_close, tolerance
 from ttt_jax import ttt
 from ttt_jax.inner_loop import presets
-from ttt_jax.layers.inner_loop_layer import ConvolvedAttention, InnerLoopLayer
+from ttt_jax.layers import InnerLoopLayer
+from ttt_jax.layers.inner_loop_layer import ConvolvedAttention
 from ttt_jax.layers.mixers import TokenInfo
 from ttt_jax.layers.short_convolution import causal_convolution
 
@@ -40,10 +41,10 @@ OTHERS = {
 
 
 def make(spec, **options):
-    common = dict(head_dim=DIM, stddev=0.3, dtype="float32", rngs=nnx.Rngs(0))
+    options = dict(head_dim=DIM, stddev=0.3, rngs=nnx.Rngs(0)) | options
     if spec is None:
-        return ConvolvedAttention(HIDDEN, HEADS, **common, **options)
-    return InnerLoopLayer(HIDDEN, HEADS, spec, **common, **options)
+        return ConvolvedAttention(HIDDEN, HEADS, **options)
+    return InnerLoopLayer(HIDDEN, HEADS, spec, **options)
 
 
 def convolved(layer, x):
@@ -200,6 +201,52 @@ def test_a_zero_state_is_not_learned():
 def test_options_that_do_not_fit_are_refused(spec, options, message):
     with pytest.raises(ValueError, match=message):
         make(spec, **options)
+
+
+def test_the_defaults_are_heads_of_the_width_and_one_document_a_row():
+    layer = InnerLoopLayer(HIDDEN, HEADS, presets.deltanet(), rngs=nnx.Rngs(0))
+    named = make(presets.deltanet(), head_dim=HIDDEN // HEADS, stddev=0.02)
+    bare = jax.jit(lambda x: layer(x)[0])(X)
+    np.testing.assert_array_equal(bare, jax.jit(lambda x: named(x, TokenInfo(None))[0])(X))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"spec": "deltanet"}, "spec='deltanet': use an InnerLoop"),
+        ({"hidden_size": 0}, "hidden_size=0 must be an integer of at least 1"),
+        ({"heads": 2.0}, "heads=2.0 must be an integer"),
+        ({"heads": 5}, "hidden_size=12 is no multiple of heads=5: .* head_dim="),
+        ({"head_dim": 0}, "head_dim=0 must be"),
+        ({"convolution": -1}, "convolution=-1 must be an integer of at least 0"),
+        ({"stddev": float("nan")}, "stddev=nan must be a finite number"),
+        ({"dtype": "foo"}, "dtype='foo' must name a floating dtype"),
+        ({"dtype": "int8"}, "dtype='int8' must name"),
+        ({"dtype": None}, "dtype=None must name"),
+        ({"rngs": 0}, r"rngs=0 must be random streams; pass nnx.Rngs\(0\)"),
+    ],
+)
+def test_arguments_that_make_no_layer_are_refused(change, message):
+    arguments = dict(hidden_size=HIDDEN, heads=HEADS, spec=presets.deltanet(), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=message):
+        InnerLoopLayer(**arguments | change)
+
+
+@pytest.mark.parametrize(
+    ("x", "info", "message"),
+    [
+        (X[..., :-1], None, r"x.shape=\(2, 11, 11\): it must be \[batch, time, 12\]"),
+        (X[0], None, r"x.shape=\(11, 12\): it must be"),
+        (X[:, :0], None, "no axis may be empty"),
+        (X.astype(int), None, "x has dtype int32; it must be a float"),
+        ([1.0], None, "must be an array"),
+        (X, X, "info is a ArrayImpl: leave it out"),
+    ],
+)
+@pytest.mark.parametrize("spec", [presets.deltanet(), None])
+def test_tokens_that_are_not_the_layers_are_refused(spec, x, info, message):
+    with pytest.raises(ValueError, match=message):
+        make(spec)(x, info)
 
 
 def test_a_mode_that_cannot_run_is_refused():

@@ -7,9 +7,16 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ttt_jax.inner_loop.api import ttt
+from ttt_jax.inner_loop.checks import check_is_spec
 from ttt_jax.inner_loop.fast_nets import Linear as LinearNet
 from ttt_jax.inner_loop.spec import InnerLoop
 from ttt_jax.layers.attention import causal_attention
+from ttt_jax.layers.inner_loop_checks import (
+    check_gates,
+    check_numerics,
+    check_sizes,
+    check_tokens,
+)
 from ttt_jax.layers.linear import Linear, inverse_softplus
 from ttt_jax.layers.mixers import TokenInfo
 from ttt_jax.layers.rms_norm import RMSNorm, at_least_float32, l2_normalize
@@ -26,9 +33,8 @@ class ConvolvedAttention(nnx.Module):
 
     The control for `InnerLoopLayer`, which differs in what stands between q, k, v and the norm.
 
-    >>> layer = ConvolvedAttention(16, 2, head_dim=8, stddev=0.1, dtype="float32",
-    ...                            rngs=nnx.Rngs(0))
-    >>> y, stats = layer(jnp.ones((1, 6, 16)), TokenInfo(None))
+    >>> layer = ConvolvedAttention(16, 2, rngs=nnx.Rngs(0))
+    >>> y, stats = layer(jnp.ones((1, 6, 16)))
     >>> y.shape, layer.state_size(tokens=6)
     ((1, 6, 16), 192)
     """
@@ -38,9 +44,9 @@ class ConvolvedAttention(nnx.Module):
         hidden_size: int,
         heads: int,
         *,
-        head_dim: int,
-        stddev: float,
-        dtype: str,
+        head_dim: int | None = None,
+        stddev: float = 0.02,
+        dtype: str = "float32",
         rngs: nnx.Rngs,
         convolution: int = 4,
     ):
@@ -49,13 +55,20 @@ class ConvolvedAttention(nnx.Module):
         Args:
           hidden_size: width of the model.
           heads: number of heads.
-          head_dim: width of a key and of a value.
+          head_dim: width of a key and of a value; None for hidden_size / heads.
           stddev: standard deviation of the initial projections.
-          dtype: compute dtype.
+          dtype: compute dtype; parameters are float32 whatever it is.
           rngs: random streams; "params" is used.
           convolution: tokens that the convolution of q, k, v sees; 0 for none.
+
+        Raises:
+          ValueError: naming the argument, its value and the rule that it breaks.
         """
-        self.heads, self.head_dim, self.dtype = heads, head_dim, dtype
+        check_sizes(hidden_size, heads, head_dim, convolution)
+        check_numerics(stddev, dtype, rngs)
+        head_dim = hidden_size // heads if head_dim is None else head_dim
+        self.hidden_size, self.heads, self.head_dim = hidden_size, heads, head_dim
+        self.dtype = dtype
         width = heads * head_dim
         options = dict(stddev=stddev, dtype=dtype, rngs=rngs)
         self.qkv = Linear(hidden_size, 3 * width, names=("embed", "heads"), **options)
@@ -64,16 +77,22 @@ class ConvolvedAttention(nnx.Module):
         self.norm = RMSNorm(head_dim, epsilon=_NORM_EPSILON, name="gain")
         self.out = Linear(width, hidden_size, names=("heads", "embed"), **options)
 
-    def __call__(self, x, info: TokenInfo):
+    def __call__(self, x, info: TokenInfo | None = None):
         """Mixes the tokens of a batch.
 
         Args:
-          x: [batch, time, hidden].
-          info: documents of the tokens.
+          x: [batch, time, hidden], any float dtype.
+          info: documents of the tokens; None where every row is one.
 
         Returns:
-          ([batch, time, hidden] in the compute dtype, no statistics).
+          ([batch, time, hidden] in the compute dtype, no statistics: the pair that a block of a
+          decoder takes from its mixer).
+
+        Raises:
+          ValueError: x has another rank, width or kind of numbers.
         """
+        check_tokens(x, info, self.hidden_size)
+        info = TokenInfo(None) if info is None else info
         mixed = self._mix(x, *self._heads(x, info), info)
         return self.out(self.norm(mixed).reshape(*x.shape[:2], -1)), {}
 
@@ -118,12 +137,11 @@ class InnerLoopLayer(ConvolvedAttention):
     DeltaNet (arXiv 2412.06464) for rates, forgetting and the convolution, RWKV-7 (arXiv 2503.14456)
     for the removal key, here without its low-rank projections.
 
-    >>> from ttt_jax.inner_loop import presets
-    >>> layer = InnerLoopLayer(16, 2, presets.gated_deltanet(), head_dim=4, stddev=0.1,
-    ...                        dtype="float32", rngs=nnx.Rngs(0))
-    >>> y, stats = layer(jnp.ones((1, 6, 16)), TokenInfo(None))
+    >>> from ttt_jax import presets
+    >>> layer = InnerLoopLayer(16, 2, presets.gated_deltanet(), rngs=nnx.Rngs(0))
+    >>> y, _ = layer(jnp.ones((1, 6, 16)))
     >>> y.shape, layer.state_size(tokens=6)
-    ((1, 6, 16), 32)
+    ((1, 6, 16), 128)
     """
 
     def __init__(
@@ -132,11 +150,15 @@ class InnerLoopLayer(ConvolvedAttention):
         heads: int,
         spec: InnerLoop,
         *,
+        head_dim: int | None = None,
+        stddev: float = 0.02,
+        dtype: str = "float32",
+        rngs: nnx.Rngs,
+        convolution: int = 4,
         normalize: bool = True,
         tie_forget: bool = False,
         channel_forget: bool = False,
         mode: str = "auto",
-        **options,
     ):
         """Makes the parameters that the inner loop needs.
 
@@ -144,20 +166,23 @@ class InnerLoopLayer(ConvolvedAttention):
           hidden_size: width of the model.
           heads: fast-weight heads.
           spec: the inner loop; one that is not causal makes a mixer that is not.
+          head_dim, stddev, dtype, rngs, convolution: as in `ConvolvedAttention`.
           normalize: divides q and k of each head by their l2 norm.
           tie_forget: forget = exp(−a_h lr) with one learned a a head: Mamba-2's discretisation.
           channel_forget: a forget gate for each key channel (GLA, RWKV-7), not for each head.
           mode: as in `ttt_jax.ttt`.
-          **options: as in `ConvolvedAttention`.
 
         Raises:
-          ValueError: `tie_forget` or `channel_forget` does not fit the specification.
+          ValueError: naming the argument, its value and the rule that it breaks; `tie_forget` or
+            `channel_forget` does not fit the specification.
         """
-        _check_gates(spec, tie_forget, channel_forget)
-        super().__init__(hidden_size, heads, **options)
+        check_is_spec(spec)
+        check_gates(spec, tie_forget, channel_forget)
+        common = dict(stddev=stddev, dtype=dtype, rngs=rngs)
+        super().__init__(hidden_size, heads, head_dim=head_dim, convolution=convolution, **common)
         self.spec, self.normalize, self.mode = spec, normalize, mode
         self.channel_forget = channel_forget
-        head_dim, rngs = self.head_dim, options["rngs"]
+        head_dim = self.head_dim
         initial = spec.init(rngs.params(), heads, head_dim)
         axes = {name: ("heads", *[None] * (w.ndim - 1)) for name, w in initial.items()}
         learned = {} if spec.fast_net.init_scale == 0 else initial
@@ -165,7 +190,6 @@ class InnerLoopLayer(ConvolvedAttention):
 
         def gate(*out):
             names = ("embed", *["gain"] * len(out))
-            common = {name: options[name] for name in ("stddev", "dtype", "rngs")}
             return Linear(hidden_size, out, names=names, bias=True, **common)
 
         self.rate = gate(heads, len(spec.trained)) if spec.rate == "per_token" else None
@@ -250,14 +274,3 @@ class InnerLoopLayer(ConvolvedAttention):
 def _first_decays(heads: int):
     """−log(forget) of each head at the start, spaced geometrically, [heads] float32."""
     return jnp.geomspace(*_DECAYS, heads) if heads > 1 else jnp.full(1, math.prod(_DECAYS) ** 0.5)
-
-
-def _check_gates(spec: InnerLoop, tie_forget: bool, channel_forget: bool) -> None:
-    if (tie_forget or channel_forget) and spec.forget != "per_token":
-        name = "tie_forget" if tie_forget else "channel_forget"
-        raise ValueError(f"{name}=True needs spec.forget='per_token', which is {spec.forget!r}")
-    if tie_forget and (spec.rate != "per_token" or channel_forget):
-        raise ValueError(
-            f"tie_forget=True makes one gate a head from lr: it needs spec.rate='per_token' "
-            f"({spec.rate!r}) and {channel_forget=} to be False"
-        )
