@@ -70,15 +70,18 @@ def test_no_solver_of_lapack_is_in_the_program_of_a_cpu():
 
 
 _LOOP = """
-import jax, jax.numpy as jnp
-from ttt_kernels import delta_rule
+import jax, jax.numpy as jnp, ttt_jax
+spec = ttt_jax.presets.gated_deltanet()
+weights = spec.init(jax.random.key(1), heads=2, key_dim=16)
 q, k, v = jax.random.normal(jax.random.key(0), (3, 16, 31, 2, 16))
-gate = jax.nn.sigmoid(q[..., 0])
-loss = lambda q, k, v, beta, decay: jnp.sum(delta_rule(
-    q, k / jnp.linalg.norm(k, axis=-1, keepdims=True), v, beta=beta, log_decay=-decay)[0] ** 2)
+k = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
+lr, forget = jax.nn.sigmoid(v[..., 0]), jax.nn.sigmoid(v[..., 1] + 3)
+loss = lambda q, k, v, lr, forget: jnp.sum(
+    ttt_jax.ttt(spec, weights, q, k, v, lr=lr, forget=forget)[0] ** 2)
 step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3, 4)))
 for _ in range(400):
-    jax.block_until_ready(step(q, k, v, gate, gate))
+    float(step(q, k, v, lr, forget)[0])
+print("finished")
 """
 
 
