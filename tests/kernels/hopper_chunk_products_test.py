@@ -5,8 +5,8 @@ import functools
 import jax.numpy as jnp
 
 from tests.kernels import hopper
-from tests.kernels.chunk_products_test import make, products
-from ttt_kernels import chunk_outputs, chunk_states, chunk_summaries, compat
+from tests.kernels.chunk_products_test import by_name, make
+from ttt_kernels import chunk_outputs, chunk_summaries, compat
 from ttt_kernels.chunk_products import mosaic_gpu
 from ttt_kernels.chunk_products import tiling as tilings
 from ttt_kernels.chunk_products.tiling import BLOCK
@@ -25,24 +25,12 @@ CASES = {  # batch, time, heads, key_dim, value_dim, chunk_size
 }
 
 
-def by_name(x, chunk_size, name):
-    """All three operations and their gradients by the public functions."""
-    return products(
-        x,
-        lambda k, v, r=None: chunk_summaries(k, v, chunk_size, rates=r, implementation=name),
-        lambda q, s, **how: chunk_outputs(q, s, chunk_size, implementation=name, **how),
-        lambda include, s, decay, initial: chunk_states(
-            s, initial, decay=decay, include_own=include, dtype=s.dtype, implementation=name
-        ),
-    )
-
-
 def check_products(case, way, change=lambda x: x, gather=None):
     x = change(make(case, jnp.bfloat16))
     given = hopper.scattered(x) if gather else x
 
     def results(name, x):
-        return by_name(hopper.gathered(x) if gather else x, case[-1], name)
+        return by_name.__wrapped__(hopper.gathered(x) if gather else x, case[-1], name)
 
     names = {"chunk_summaries", "chunk_states", "chunk_outputs"}
     kernels = functools.partial(results, hopper.implementation(way))

@@ -7,6 +7,7 @@ id of its last token, and rows whose first id differs start from the initial wei
 import jax
 import jax.numpy as jnp
 
+from ttt_jax.inner_loop.chunks import first_id
 from ttt_jax.inner_loop.updates import State, select
 
 NO_ID = -1
@@ -37,14 +38,9 @@ def resume(state: State, start: State, segment_ids: jax.Array | None) -> State:
     before, state = state.document, state._replace(document=None)
     if segment_ids is None:
         return state
-    real = segment_ids >= 0
-    first = jnp.take_along_axis(segment_ids, jnp.argmax(real, 1)[:, None], 1)[:, 0]
-    begins = jnp.any(real, 1) & (before != NO_ID) & (first != before)
-    buffer = state.buffer
-    if buffer is not None:
-        rows = jax.tree.map(jnp.zeros_like, buffer)
-        buffer = select(begins, rows, buffer)
-    return select(begins, start, state._replace(buffer=None))._replace(buffer=buffer)
+    first = first_id(segment_ids)
+    begins = (first >= 0) & (before != NO_ID) & (first != before)
+    return select(begins, start._replace(buffer=jax.tree.map(jnp.zeros_like, state.buffer)), state)
 
 
 def last_document(carried: State | None, segment_ids: jax.Array | None, batch: int) -> jax.Array:
@@ -61,6 +57,5 @@ def last_document(carried: State | None, segment_ids: jax.Array | None, batch: i
     before = jnp.full((batch,), NO_ID, jnp.int32) if carried is None else carried.document
     if segment_ids is None:
         return before
-    real = segment_ids[:, ::-1] >= 0
-    last = jnp.take_along_axis(segment_ids[:, ::-1], jnp.argmax(real, 1)[:, None], 1)[:, 0]
-    return jnp.where(jnp.any(real, 1), last, before).astype(jnp.int32)
+    last = first_id(segment_ids[:, ::-1])
+    return jnp.where(last >= 0, last, before).astype(jnp.int32)

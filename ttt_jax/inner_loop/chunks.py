@@ -246,9 +246,8 @@ def _prepend(
 ) -> tuple[Tokens, jax.Array]:
     """The carried tokens in front of the new ones; unused room is padding."""
     room = buffer.k.shape[2]
-    real = segment_ids >= 0
-    head = jnp.take_along_axis(segment_ids, jnp.argmax(real, 1)[:, None], 1)
-    head = jnp.maximum(head, 0)  # a row of padding alone still holds its carried tokens
+    # A row of padding alone still holds its carried tokens.
+    head = jnp.maximum(first_id(segment_ids), 0)[:, None]
     carried = jnp.where(jnp.arange(room) < buffer.count[:, None], head, -1)
     old = Tokens(
         jnp.zeros((*buffer.k.shape[:3], tokens.q.shape[3]), tokens.q.dtype), *buffer[:5]
@@ -277,6 +276,11 @@ def squeeze(
     valid = jnp.arange(ids.shape[1]) < jnp.sum(~padding, 1, keepdims=True)
     tokens = jax.tree.map(lambda x: jnp.where(like(valid, x), take(x, order), 0), tokens)
     return tokens, jnp.where(valid, ids, -1), jnp.argsort(order, axis=1)
+
+
+def first_id(ids: jax.Array) -> jax.Array:
+    """Id of each row's first token that is no padding, ``[batch]``; negative where all are."""
+    return jnp.take_along_axis(ids, jnp.argmax(ids >= 0, 1)[:, None], 1)[:, 0]
 
 
 def documents(ids: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ttt_jax.inner_loop.carried import NO_ID
-from ttt_jax.inner_loop.chunks import Tokens, like, squeeze, take
+from ttt_jax.inner_loop.carried import NO_ID, last_document
+from ttt_jax.inner_loop.chunks import Tokens, first_id, like, squeeze, take
 from ttt_jax.inner_loop.sequence_parallel_exchange import last_tokens
 from ttt_jax.inner_loop.spec import InnerLoop
 from ttt_jax.inner_loop.updates import Buffer, State
@@ -64,7 +64,7 @@ def left_edge(
     """
     batch, _, length, _ = tokens.k.shape
     continues, known = carried is not None, segment_ids is not None
-    document = carried.document if continues else jnp.full((batch,), NO_ID, jnp.int32)
+    document = last_document(carried, None, batch)
     buffer = carried.buffer if continues else None
     if aligned(spec, length, segment_ids, buffer):
         begins = (lax.axis_index(axis_name) == 0) & (not continues)
@@ -104,9 +104,8 @@ def _open_documents(
 ) -> tuple[jax.Array, tuple[_Open, _Open]]:
     """The id of the shard's first token, and the documents open at its two edges."""
     valid = ids >= 0
-    first = jnp.take_along_axis(ids, jnp.argmax(valid, 1)[:, None], 1)[:, 0]
     backwards, real = ids[:, ::-1], valid[:, ::-1]
-    last = jnp.take_along_axis(backwards, jnp.argmax(real, 1)[:, None], 1)[:, 0]
+    first, last = first_id(ids), first_id(backwards)
     other = jnp.cumsum(real & (backwards != last[:, None]), 1) > 0
     length = jnp.sum(real & ~other, 1)
     facts = (jnp.any(valid, 1), first, last, ~other[:, -1], length)

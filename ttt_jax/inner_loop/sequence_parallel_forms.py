@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ttt_jax.inner_loop import delta, kernel, parallel
-from ttt_jax.inner_loop.chunks import Tokens, arrange, like
+from ttt_jax.inner_loop.chunks import Tokens, arrange, first_id, like
 from ttt_jax.inner_loop.fast_nets import Weights, dense
 from ttt_jax.inner_loop.prefix import running_product, scan_of
 from ttt_jax.inner_loop.sequence_parallel_documents import Edge
@@ -175,8 +175,7 @@ def _first_document(
     if segment_ids is None:
         return jnp.ones((batch, length), bool), jnp.ones((batch,), bool)
     valid = segment_ids >= 0
-    first = jnp.take_along_axis(segment_ids, jnp.argmax(valid, 1)[:, None], 1)
-    later = jnp.cumsum(valid & (segment_ids != first), 1) > 0
+    later = jnp.cumsum(valid & (segment_ids != first_id(segment_ids)[:, None]), 1) > 0
     return valid & ~later, ~later[:, -1]
 
 
