@@ -5,7 +5,8 @@
 
 Nothing is read and nothing but the table is written: the batch has the task's shapes and dtypes.
 Fields of the configuration are overridden as in launch/train.py. The step is the trainer's: loss,
-gradient, clipping, optimizer, average of the parameters; its state is donated.
+gradient, clipping, optimizer, average of the parameters; its state is donated. Calls are queued
+as in training: a window of calls is timed as a whole, to the end of its last call's work.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ from ttt_jax.tasks import Task, make_task
 from ttt_jax.train_step import TrainState, init_state, make_train_step, make_trainee
 
 _CONFIG = config_flags.DEFINE_config_file("config", help_string="configs/NAME.py:size")
-_STEPS = flags.DEFINE_integer("steps", 20, "timed calls after two that warm up", lower_bound=1)
+_STEPS = flags.DEFINE_integer("steps", 10, "calls in each of five timed windows", lower_bound=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,8 +36,8 @@ class Row:
 
     Attributes:
       what: "train" or "forward".
-      milliseconds: median time of a call, to the end of its work.
-      spread: (slowest − fastest) / median of the calls.
+      milliseconds: time of a call, median of the windows.
+      spread: (slowest − fastest) / median of the windows.
       per_second: what the task counts, in a second.
       mfu: model FLOP/s over the devices' peak, in [0, 1].
       peak_gib: largest memory in use so far on the first device, or NaN.
@@ -87,7 +88,7 @@ def measure(config: Config, steps: int) -> list[Row]:
 
     Args:
       config: a validated configuration; its mesh is used.
-      steps: timed calls.
+      steps: calls in each of the five windows.
 
     Returns:
       The rows "forward" and "train".
@@ -137,16 +138,17 @@ def measure(config: Config, steps: int) -> list[Row]:
 def _time(
     step: Callable[..., Any], state: TrainState, batch: Any, steps: int
 ) -> tuple[TrainState, float, list[float], float]:
-    """(state after all calls, what a step counts, seconds of each timed call, of compiling)."""
+    """(state after all calls, what a step counts, seconds a call of each window, of compiling)."""
     start = time.perf_counter()
     compiled = step.lower(state, batch).compile()
     compiling, seconds = time.perf_counter() - start, []
-    for _ in range(steps + 2):
+    for calls in (2, *[steps] * 5):  # the first window warms up
         start = time.perf_counter()
-        state, values = compiled(state, batch)
-        jax.block_until_ready(values)
-        seconds.append(time.perf_counter() - start)
-    return state, float(values["count"]), seconds[2:], compiling
+        for _ in range(calls):
+            state, values = compiled(state, batch)
+        jax.block_until_ready((state, values))
+        seconds.append((time.perf_counter() - start) / calls)
+    return state, float(values["count"]), seconds[1:], compiling
 
 
 def format_table(rows: list[Row], counted: str) -> str:
@@ -180,7 +182,7 @@ def main(argv: Sequence[str]) -> None:
     print(
         f"{type(config.model).__name__}, {config.data.batch_size} rows a step, "
         f"{config.model.dtype}, {jax.device_count()} x {jax.devices()[0].device_kind}, jax "
-        f"{jax.__version__}, median of {_STEPS.value} calls",
+        f"{jax.__version__}, median of five windows of {_STEPS.value} queued calls",
         flush=True,
     )
     print(format_table(measure(config, _STEPS.value), task.counted))
