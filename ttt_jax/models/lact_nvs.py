@@ -24,9 +24,9 @@ from ttt_jax.layers.rms_norm import at_least_float32
 from ttt_jax.layers.scene_parts import cut_views, join_views, view_parts
 from ttt_jax.layers.scheduled_ttt import ScheduledTTT
 from ttt_jax.models.lact_nvs_config import PRESETS, LactNVSConfig, preset
+from ttt_jax.models.layer_stack import STACK, draw_layers
 from ttt_jax.sharding import constrain
 
-_STACK = {nnx.PARTITION_NAME: "layers"}
 _CHANNELS = 12  # of an input pixel: o, d, o × d, and the colour
 _PARTS = 3  # residual parts of a block
 
@@ -128,15 +128,7 @@ class LactNVS(nnx.Module):
             return ViewBlock(config, nnx.Rngs(params=key))
 
         keys = jax.random.split(rngs.params(), config.num_layers)
-        if config.scan_layers:
-            self.layers = nnx.vmap(make_block, transform_metadata=_STACK)(keys)
-        else:
-            # Drawn together: a program that draws 14 layers one by one takes a minute to compile,
-            # and XLA would make that of this one without the barrier.
-            graphdef, stacked = nnx.split(nnx.vmap(make_block)(keys))
-            stacked = jax.lax.optimization_barrier(stacked)
-            layers = (jax.tree.map(lambda x, n=n: x[n], stacked) for n in range(len(keys)))
-            self.layers = nnx.List([nnx.merge(graphdef, layer) for layer in layers])
+        self.layers = draw_layers(make_block, keys, scan=config.scan_layers)
         self.norm = LayerNorm(size, epsilon=config.norm_epsilon)
         self.head = Linear(size, 3 * pixels, names=("embed", None), **options)
 
@@ -287,7 +279,7 @@ class LactNVS(nnx.Module):
             body = nnx.remat(body, policy=keep[self.config.remat], graph=False)
         if self.config.scan_layers:
             axes = dict(in_axes=(nnx.Carry, 0, 0), out_axes=(nnx.Carry, 0), graph=False)
-            return nnx.scan(body, transform_metadata=_STACK, **axes)(x, self.layers, states)
+            return nnx.scan(body, transform_metadata=STACK, **axes)(x, self.layers, states)
         found = []
         for index, layer in enumerate(self.layers):
             x, state = body(x, layer, None if states is None else states[index])

@@ -9,8 +9,8 @@ from ttt_jax.layers.layer_norm import LayerNorm
 from ttt_jax.layers.residual import add_and_norm
 from ttt_jax.layers.rms_norm import at_least_float32
 from ttt_jax.layers.stochastic_depth import drop_factor
+from ttt_jax.models.layer_stack import STACK, draw_layers
 
-_STACK = {nnx.PARTITION_NAME: "layers"}
 _KEEP = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
 
 
@@ -86,10 +86,7 @@ class BlockStack(nnx.Module):
         def make(key):
             return make_block(nnx.Rngs(params=key))
 
-        if scan:
-            self.layers = nnx.vmap(make, transform_metadata=_STACK)(keys)
-        else:
-            self.layers = nnx.List([make(key) for key in keys])
+        self.layers = draw_layers(make, keys, scan=scan)
         self.depth, self.scan, self.remat = depth, scan, remat
 
     def __call__(self, x, rates, key):
@@ -116,7 +113,7 @@ class BlockStack(nnx.Module):
         if self.scan:
             # As a plain pytree (no graph) a model can be used inside any loop of the caller's.
             axes = dict(in_axes=(nnx.Carry, 0, 0, 0), out_axes=nnx.Carry, graph=False)
-            return nnx.scan(body, transform_metadata=_STACK, **axes)(x, self.layers, rates, keys)
+            return nnx.scan(body, transform_metadata=STACK, **axes)(x, self.layers, rates, keys)
         for index, block in enumerate(self.layers):
             chosen = (None, None) if keys is None else (rates[index], keys[index])
             x = body(x, block, *chosen)
