@@ -1,4 +1,4 @@
-"""Checkpoints of a run: parameters, optimizer, data position, configuration.
+"""The checkpoints of a workdir: written in the background, read back, kept and set aside.
 
 They lie in the workdir (see `ttt_jax.workdirs`) under ``checkpoints/<step>/``. Those that cannot be
 read are moved to ``broken/`` once an older one is taken in their place; nothing is deleted. A
@@ -6,7 +6,6 @@ checkpoint appears under its name only once it is complete, so a killed process 
 written; Orbax's API version 1 is used, and only here.
 """
 
-import dataclasses
 import importlib.metadata
 import json
 import logging
@@ -15,14 +14,13 @@ import pathlib
 import time
 from typing import Any
 
-import jax
-from flax import nnx
 from orbax.checkpoint import v1 as ocp
 
 from ttt_jax import config as config_lib
-from ttt_jax import models, processes, sharding
-from ttt_jax.train_step import TrainState, abstract_params
-from ttt_jax.workdirs import CheckpointError, read_config
+from ttt_jax import processes
+from ttt_jax.checkpoint.leaves import check_leaves, leaf_table, parts_of
+from ttt_jax.train_step import TrainState
+from ttt_jax.workdirs import CheckpointError
 
 logger = logging.getLogger(__name__)
 
@@ -79,16 +77,15 @@ class Checkpoints:
         metadata = {
             "config": config_lib.to_dict(config),
             "data": data.get_state(),
-            "leaves": _leaf_table(state),
+            "leaves": leaf_table(state),
             "versions": {
                 name: importlib.metadata.version(name)
                 for name in ("jax", "flax", "optax", "orbax-checkpoint", "grain")
             },
         }
-        parts = _parts(state)
         try:
             self._pending = self._checkpointer.save_checkpointables_async(
-                step, parts, force=True, custom_metadata=metadata
+                step, parts_of(state), force=True, custom_metadata=metadata
             )
         except Exception as error:
             raise self._failure(error) from error
@@ -147,7 +144,7 @@ class Checkpoints:
                 "they must share one folder"
             )
         for step in reversed(steps):
-            found = self._try_load(step, _parts(abstract), abstract)
+            found = self._try_load(step, parts_of(abstract), abstract)
             if processes.all_true(found is not None):
                 position = found.pop("metadata")["data"]
                 if position is not None:  # None: converted weights, no data read yet
@@ -204,7 +201,7 @@ class Checkpoints:
         except (OSError, ValueError, KeyError, TypeError) as error:
             logger.warning("checkpoint %s is not whole and is passed over: %s", path, error)
             return None
-        _check_leaves(saved, _leaf_table(abstract), path)
+        check_leaves(saved, leaf_table(abstract), path)
         try:
             return self._checkpointer.load_checkpointables(step, parts) | {"metadata": metadata}
         except Exception as error:  # Orbax raises many kinds for a file that is missing or cut
@@ -225,97 +222,3 @@ class Checkpoints:
                 logger.warning("checkpoint %d was moved to %s", step, target)
         processes.all_true(True)  # the others wait for the move
         self._checkpointer = self._open()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LoadedModel:
-    """A trained model as read from a workdir.
-
-    Attributes:
-      config: the run's configuration.
-      graphdef: the model without its arrays.
-      params: its parameters; their moving average where the run kept one.
-      buffers: its running statistics.
-      position: in the data of training, as `save` was given it; None for converted weights.
-      step: the checkpoint's step.
-    """
-
-    config: Any
-    graphdef: nnx.GraphDef
-    params: Any
-    buffers: Any
-    position: dict[str, Any] | None
-    step: int
-
-    def model(self) -> nnx.Module:
-        """Returns the model with its arrays."""
-        return nnx.merge(self.graphdef, self.params, self.buffers)
-
-
-def load_arrays(workdir: str | os.PathLike[str], step: int | None = None) -> LoadedModel:
-    """Loads a trained model for evaluation or generation, on the mesh `MeshConfig()`.
-
-    Args:
-      workdir: the run's folder.
-      step: the checkpoint's step; None takes the newest that can be read.
-
-    Returns:
-      The model and its configuration.
-
-    Raises:
-      CheckpointError: there is no run, or no readable checkpoint, in `workdir`.
-    """
-    config = read_config(workdir)
-    if config is None:
-        raise CheckpointError(f"workdir={str(workdir)!r} holds no run: config.json is missing")
-    graphdef, params, buffers, _ = abstract_params(config.model, sharding.make_mesh(), models.build)
-    name = "average" if config.train.ema_decay > 0 else "params"
-    wanted = {name: params} | ({"buffers": buffers} if buffers else {})
-    checkpoints = Checkpoints(workdir)
-    try:
-        found, metadata, step = checkpoints.restore_parts(wanted, step)
-    finally:
-        checkpoints.close()
-    return LoadedModel(
-        config=config,
-        graphdef=graphdef,
-        params=found[name],
-        buffers=found.get("buffers", {}),
-        position=metadata["data"],
-        step=step,
-    )
-
-
-def load_model(
-    workdir: str | os.PathLike[str], step: int | None = None
-) -> tuple[Any, nnx.Module, int]:
-    """Loads a trained model; returns (configuration, model, step). See `load_arrays`."""
-    loaded = load_arrays(workdir, step)
-    return loaded.config, loaded.model(), loaded.step
-
-
-def _parts(state: TrainState) -> dict[str, Any]:
-    """Cuts a state into the parts of a checkpoint, which can be read apart; no empty ones."""
-    names = ("params", "buffers", "average")
-    parts = {name: getattr(state, name) for name in names if getattr(state, name)}
-    return parts | {"rest": state._replace(**{name: {} for name in names})}
-
-
-def _leaf_table(tree: Any) -> dict[str, list[Any]]:
-    """Maps the path of each leaf to [shape, dtype]."""
-    tree = tree._asdict() if isinstance(tree, TrainState) else tree
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): [list(x.shape), str(x.dtype)]
-        for path, x in jax.tree_util.tree_leaves_with_path(tree)
-    }
-
-
-def _check_leaves(saved: dict[str, Any], wanted: dict[str, Any], path: pathlib.Path) -> None:
-    """Raises ValueError naming the first leaf whose shape or dtype differs or that is missing."""
-    for name, want in wanted.items():
-        have = saved.get(name)
-        if have != want:
-            raise ValueError(
-                f"checkpoint {path}: {name} is {have or 'missing'} there and {want} in this run "
-                "(shape, dtype); resume with the configuration that wrote it"
-            )
