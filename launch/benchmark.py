@@ -15,7 +15,7 @@ from ttt_jax import programs, tables, workdirs
 from ttt_jax.benchmark import common, suites
 from ttt_jax.benchmark.plot import plot
 
-_SUITE = flags.DEFINE_list("suite", list(suites.SUITES), "suites to run, comma separated")
+_SUITE = flags.DEFINE_list("suite", list(suites.SUITES), "suites to run, in the default's order")
 _SIZE = flags.DEFINE_enum("size", None, sorted(common.SIZES), "shapes")
 _TOKENS = flags.DEFINE_integer("tokens", None, "length of the sequence", lower_bound=1)
 _OUT = flags.DEFINE_string("out", None, "folder for SUITE.csv, SUITE.md and SUITE.png")
@@ -51,7 +51,7 @@ def main() -> None:
         kernels.extend(common.profile(row, timing))
 
     options = dataclasses.replace(options, report=report)
-    for suite in _SUITE.value:
+    for suite in (name for name in suites.SUITES if name in _SUITE.value):
         title = f"{suite}: {common.describe_device()}, {size.tokens} tokens, {size.dtype}"
         print(title, flush=True)
         kernels.clear()
