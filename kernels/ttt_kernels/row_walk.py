@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -55,8 +57,18 @@ class Walk:
     @property
     def slots(self) -> int:
         """Slots of a warpgroup's ring."""
-        room = _MEMORY_BYTES // self.warpgroups - (16 * self.columns if self.sums else 0)
+        room = _MEMORY_BYTES // self.warpgroups - (4 * math.prod(self.partial) if self.sums else 0)
         return min(self.stages, room // (2 * self.inputs * self.step * self.columns))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of a row."""
+        return (self.columns,)
+
+    @property
+    def partial(self) -> tuple[int, ...]:
+        """Of a warpgroup's sum, columns last."""
+        return (4, self.columns)
 
     def layout(self):
         """Registers of [rows, columns]: a row a warp, its columns over the lanes."""
@@ -64,6 +76,14 @@ class Walk:
         vector = min(self.columns & -self.columns, 32 * _MAX_VECTOR) // 32
         tiling = plgpu.Tiling(((4, 32 * vector), (vector,)))
         return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+
+    def view(self, ref):
+        """A slot's rows in shared memory, as they go into registers."""
+        return ref
+
+    def vector_layout(self):
+        """Registers of what every row has, [columns]."""
+        return self.layout().reduce(0)
 
     def launch(self, interpret) -> dict:
         """Arguments of `compat.gpu_kernel`, but for the types."""
@@ -78,14 +98,14 @@ class Walk:
     def scratch(self) -> list:
         """Shared memory and barriers that `run` and `add_up` take."""
         plgpu = compat.mosaic_gpu()
-        ring = (self.warpgroups, self.slots, self.inputs, self.step, self.columns)
+        ring = (self.warpgroups, self.slots, self.inputs, self.step, *self.shape)
         types = [
             plgpu.SMEM(ring, jnp.bfloat16),
             plgpu.Barrier(num_arrivals=self.inputs, num_barriers=self.warpgroups * self.slots),
         ]
         if self.sums:
             types += [
-                plgpu.SMEM((self.warpgroups, 4, self.columns), jnp.float32),
+                plgpu.SMEM((self.warpgroups, *self.partial), jnp.float32),
                 plgpu.Barrier(num_arrivals=self.warpgroups),
             ]
         return types
@@ -127,7 +147,7 @@ class Walk:
             slot = lax.rem(i, jnp.int32(self.slots))
             plgpu.barrier_wait(full.at[w * self.slots + slot])
             arrays = [
-                plgpu.load(ring.at[w, slot, j], layout=self.layout()).astype(jnp.float32)
+                plgpu.load(self.view(ring.at[w, slot, j]), layout=self.layout()).astype(jnp.float32)
                 for j in range(self.inputs)
             ]
             plgpu.commit_smem()  # all has been read before the slot is written again
@@ -142,7 +162,7 @@ class Walk:
 
     def load_vector(self, ref):
         """A block's columns of a vector in global memory; `wide` makes rows of it."""
-        layout = self.layout().reduce(0)
+        layout = self.vector_layout()
         return compat.mosaic_gpu().load(ref.at[self.here()], layout=layout, optimized=False)
 
     def zeros(self) -> tuple:
@@ -164,7 +184,8 @@ class Walk:
         """
         plgpu = compat.mosaic_gpu()
         parts, meet = scratch
-        w, group, columns = lax.axis_index("warpgroup"), lax.axis_index("group"), self.here()
+        w, group, summed = lax.axis_index("warpgroup"), lax.axis_index("group"), self.partial[-1]
+        columns = pl.ds(lax.axis_index("block") * summed, summed)
         for n, total in enumerate(totals):
             compat.store(parts.at[w], total)
             plgpu.barrier_arrive(meet)
@@ -172,11 +193,11 @@ class Walk:
 
             @pl.when(w == n % self.warpgroups)
             def _(n=n):
-                layout = self.layout().reduce(0)
+                layout = self.vector_layout()
                 rows = [
-                    plgpu.load(parts.at[i, j], layout=layout, optimized=False)
+                    plgpu.load(parts.at[i, *j], layout=layout, optimized=False)
                     for i in range(self.warpgroups)
-                    for j in range(4)
+                    for j in itertools.product(*map(range, self.partial[:-1]))
                 ]
                 compat.store(out_ref.at[group, n, columns], functools.reduce(jnp.add, rows))
 
@@ -186,5 +207,5 @@ class Walk:
 
 
 def wide(vector, like) -> jax.Array:
-    """A vector of columns, for every row of `like`."""
-    return lax.broadcast_in_dim(vector, like.shape, (1,))
+    """A vector of columns, or of a group's, for every row of `like`."""
+    return lax.broadcast_in_dim(vector, like.shape, (like.ndim - 1,))

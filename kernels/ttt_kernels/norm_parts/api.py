@@ -9,11 +9,11 @@ import jax
 from ttt_kernels import compat
 from ttt_kernels.arguments import check_array
 from ttt_kernels.choice import choose
-from ttt_kernels.norm_parts import triton, xla
+from ttt_kernels.norm_parts import mosaic_gpu, xla
 
-Implementation = Literal["xla", "triton"]
+Implementation = Literal["xla", "mosaic_gpu"]
 KINDS = ("rms", "unit", "silu")
-_MODULES = {"triton": triton, "xla": xla}
+_MODULES = {"mosaic_gpu": mosaic_gpu, "xla": xla}
 
 
 def norm_parts(
@@ -39,9 +39,9 @@ def norm_parts(
       kinds: of each part, "rms", "unit" or "silu".
       size: of a group; divides the width of a part.
       epsilon: added to the mean square, or to the norm.
-      implementation: "xla" (any device), "triton" (one kernel each way for Hopper GPUs), or None,
-        which picks the fastest that runs here and logs the choice once. A named implementation
-        never falls back.
+      implementation: "xla" (any device), "mosaic_gpu" (one kernel each way for Hopper GPUs), or
+        None, which picks the fastest that runs here and logs the choice once. A named
+        implementation never falls back.
 
     Returns:
       The parts, [rows, features / parts] each, in x's dtype; computed in at least float32.
@@ -73,6 +73,6 @@ def norm_parts(
         check_array("scales", scales)
         if scales.shape != (len(kinds), size):
             raise ValueError(f"scales has shape {scales.shape}; it must be {(len(kinds), size)}")
-    problem = triton.unsupported(x, size) or compat.triton_problem()
-    module = choose("norm_parts", implementation, _MODULES, {"triton": problem})
+    problem = mosaic_gpu.unsupported(x, len(kinds), size) or compat.hopper_problem()
+    module = choose("norm_parts", implementation, _MODULES, {"mosaic_gpu": problem})
     return module.norm_parts(x, scales, kinds, size, epsilon)
