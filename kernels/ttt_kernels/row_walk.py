@@ -38,6 +38,8 @@ class Walk:
       sums: over columns that `add_up` makes.
       step: rows of a step, a multiple of 4: a warp has one or more.
       blocks: of columns, each with thread blocks of its own.
+      pieces: blocks of columns that a warpgroup takes one after another; then `blocks` is 1.
+      turns: steps are dealt out in turn; else each warpgroup has neighbouring ones.
     """
 
     rows: int
@@ -48,6 +50,8 @@ class Walk:
     sums: int = 0
     step: int = 4
     blocks: int = 1
+    pieces: int = 1
+    turns: bool = False
 
     @property
     def groups(self) -> int:
@@ -119,31 +123,76 @@ class Walk:
           step: gets [step, columns] of each source.
           carry: of the first step.
         """
+        row, count, take = self._start(sources, scratch)
+
+        def body(i, carry):
+            arrays = take(i)
+            return step(row(i), arrays, carry)
+
+        return lax.fori_loop(0, count, body, carry)
+
+    def run_pieces(self, sources, scratch, step) -> None:
+        """`step(first row, walk)` for every step of the warpgroup's share, of rows in pieces.
+
+        Args:
+          sources: arrays of `rows` in global memory, [rows, pieces * columns].
+          scratch: the first two of `scratch`.
+          step: calls `walk(function, carry)` once, which makes `carry = function(columns, arrays,
+            carry)` for every piece, with [step, columns] of each source, and returns the last.
+        """
+        row, count, take = self._start(sources, scratch)
+
+        def body(i, _):
+            def walk(function, carry):
+                def piece(p, carry):
+                    return function(self._piece(p), take(i * self.pieces + p), carry)
+
+                return lax.fori_loop(0, self.pieces, piece, carry)
+
+            step(row(i), walk)
+
+        lax.fori_loop(0, count, body, None)
+
+    def _start(self, sources, scratch):
+        """Fills the ring: the first rows of the share's steps, their number, what reads the ring.
+
+        The latter must be called for every number from 0 on; it copies what lies ahead.
+        """
         plgpu = compat.mosaic_gpu()
         ring, full = scratch
         w = lax.axis_index("warpgroup")
         share = lax.axis_index("group") * self.warpgroups + w
         least, longer = divmod(self.rows // self.step, self.groups * self.warpgroups)
         low = share * least + jnp.minimum(share, longer)
+
+        def row(i):
+            if self.turns:
+                return (share + i * (self.groups * self.warpgroups)) * self.step
+            return (low + i) * self.step
+
         count = least + (share < longer).astype(jnp.int32)
         columns, mode = self.here(), plgpu.OOBFillMode.ZEROS
-        if self.blocks == 1:  # whole rows lie one after another, in copies of any length
+        if self.blocks * self.pieces == 1:  # whole rows lie one after another: any length
             columns, mode = slice(None), plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 
         def fetch(i):
-            slot = lax.rem(i, jnp.int32(self.slots))
+            slot, step, here = lax.rem(i, jnp.int32(self.slots)), i, columns
+            if self.pieces > 1:
+                pieces = jnp.int32(self.pieces)
+                step, here = lax.div(i, pieces), self._piece(lax.rem(i, pieces))
             for j, source in enumerate(sources):
                 plgpu.copy_gmem_to_smem(
-                    source.at[pl.ds((low + i) * self.step, self.step), columns],
+                    source.at[pl.ds(row(step), self.step), here],
                     ring.at[w, slot, j],
                     full.at[w * self.slots + slot],
                     oob_mode=mode,
                 )
 
+        number = count if self.pieces == 1 else count * self.pieces
         for i in range(self.slots):
-            pl.when(i < count)(lambda i=i: fetch(jnp.int32(i)))
+            pl.when(i < number)(lambda i=i: fetch(jnp.int32(i)))
 
-        def body(i, carry):
+        def take(i):
             slot = lax.rem(i, jnp.int32(self.slots))
             plgpu.barrier_wait(full.at[w * self.slots + slot])
             arrays = [
@@ -151,10 +200,13 @@ class Walk:
                 for j in range(self.inputs)
             ]
             plgpu.commit_smem()  # all has been read before the slot is written again
-            pl.when(i + self.slots < count)(lambda: fetch(i + self.slots))
-            return step((low + i) * self.step, arrays, carry)
+            pl.when(i + self.slots < number)(lambda: fetch(i + self.slots))
+            return arrays
 
-        return lax.fori_loop(0, count, body, carry)
+        return row, count, take
+
+    def _piece(self, index):
+        return pl.ds(index * self.columns, self.columns)
 
     def here(self):
         """The columns of a thread block."""

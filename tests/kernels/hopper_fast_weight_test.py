@@ -61,14 +61,14 @@ def test_hidden(case, way):
         hopper.check(got, hopper.exact(functools.partial(program, "reference"), *arguments))
 
 
-def check(way, weights, x, trained, kernels, between=False, form="mosaic_gpu"):
+def check(way, weights, x, trained, kernels, between=False):
     given = hopper.scattered(x) if between else x
 
     def program(name, weights, x):
         x = hopper.gathered(x) if between else x
         return results.__wrapped__(weights, x, named(name), trained)
 
-    by_kernels = functools.partial(program, hopper.implementation(way, form))
+    by_kernels = functools.partial(program, hopper.implementation(way))
     got = hopper.run(way, by_kernels, weights, given, kernels=kernels)
     if got is not None:
         want = hopper.exact(functools.partial(program, "reference"), weights, given)
@@ -88,11 +88,19 @@ def test_gradient_of_the_last(case, way):
     check(way, *prepared(case, 1), "last", kernels)
 
 
-@hopper.ways({"LaCT-NVS": (1, 300, 1, 768, 1536, 768), "small": (2, 8, 1, 64, 1024, 64)},
-             xla=("small",))  # fmt: skip
+WIDE = {
+    "LaCT-NVS": (1, 300, 1, 768, 1536, 768),
+    "small": (2, 8, 1, 64, 1024, 64),
+    "two tokens": (2, 2, 1, 64, 512, 64),
+    "pieces of 128": (3, 404, 1, 64, 1152, 64),
+}
+
+
+@hopper.ways(WIDE, xla=("small",))
 def test_between_the_products_of_xla(case, way):
-    kernels = {"glu_errors_forward", "glu_errors_backward", "glu_hidden_backward"}
-    check(way, *prepared(case, 3), "all", kernels, form="triton")
+    kernels = {f"glu_{what}_{pass_}" for what in ("errors", "hidden")
+               for pass_ in ("forward", "backward")}  # fmt: skip
+    check(way, *prepared(case, 3), "all", kernels)
 
 
 ODD = {f"{what}, {trained}": (what, trained)

@@ -73,7 +73,7 @@ def ttt(
         runs or raises.
       implementation: ``"associative_scan"`` or ``"triangular"`` in ``"parallel"`` mode; the backend
         of ``ttt_kernels``' operations in ``"kernel"`` mode (``"mosaic_gpu"``, ``"mosaic_tpu"``,
-        ``"triton"``, ``"xla"``); ``None`` picks, operation by operation.
+        ``"xla"``); ``None`` picks, operation by operation.
 
     Returns:
       Outputs ``[batch, time, heads, value_dim]`` in the dtype of ``q``, and the ``State`` after the
@@ -104,7 +104,7 @@ def ttt(
     channel_gate = delta.has_channel_gate(forget)
     chosen = choose(spec, mode, implementation, channel_gate)
     if mode == "auto" and not isinstance(spec.order, str):
-        chosen = chosen._replace(backend=kernel.backend_of_spans(spec, weights, k))
+        chosen = chosen._replace(backend=kernel.backend_of_spans(spec, weights))
     q = k if spec.query == "key" else q
     static = {name: w for name, w in weights.items() if name not in spec.trained}
     start = start_state(spec, weights, k.shape[0])

@@ -6,7 +6,7 @@ An inner loop is made of several operations, and not each of them has kernels ev
 
 _KERNELS = {
     "chunk_products": ("mosaic_gpu",),
-    "fast_weight": ("mosaic_gpu", "mosaic_tpu", "triton"),
+    "fast_weight": ("mosaic_gpu", "mosaic_tpu"),
     "fast_weight_hidden": ("mosaic_gpu",),
     "newton_schulz": ("mosaic_gpu", "mosaic_tpu"),
 }
@@ -17,8 +17,7 @@ def backend_of(operation: str, backend: str | None) -> str | None:
 
     Args:
       operation: a folder or function of ``ttt_kernels``.
-      backend: ``"mosaic_gpu"``, ``"mosaic_tpu"``, ``"triton"``, ``"xla"``, or ``None``, which lets
-        it pick.
+      backend: ``"mosaic_gpu"``, ``"mosaic_tpu"``, ``"xla"``, or ``None``, which lets it pick.
 
     >>> backend_of("fast_weight", "mosaic_tpu"), backend_of("chunk_products", "mosaic_tpu")
     ('mosaic_tpu', 'xla')

@@ -18,7 +18,7 @@ from ttt_jax.inner_loop.recurrent import finish
 from ttt_jax.inner_loop.spec import InnerLoop
 from ttt_jax.inner_loop.updates import State
 from ttt_kernels import compat
-from ttt_kernels.fast_weight import triton
+from ttt_kernels.fast_weight import mosaic_gpu_passes
 from ttt_kernels.linear_attention import linear_attention
 
 _LONG_CHUNK = 1024  # tokens, as in ``ttt_kernels.chunk_products``; shorter ones have not been timed
@@ -65,24 +65,15 @@ def _network_wins(spec: InnerLoop) -> bool:
     return type(spec.fast_net) is SwiGLU and spec.loss.state_free and named and long
 
 
-def backend_of_spans(spec: InnerLoop, weights: Weights, k: jax.Array) -> str:
-    """The backend of explicit spans with ``mode="auto"``: XLA's, or kernels between its products.
+def backend_of_spans(spec: InnerLoop, weights: Weights) -> str | None:
+    """The backend of explicit spans with ``mode="auto"``: XLA's, or ``None``, and operations pick.
 
-    Those are taken where they were timed: LaCT's network with a wide hidden layer on a Hopper GPU.
-
-    Args:
-      spec: the inner loop; its ``order`` is a tuple of spans.
-      weights: of its network.
-      k: keys, ``[batch, time, heads, key_dim]``.
+    They pick where it was timed: LaCT's network with a wide hidden layer on a Hopper GPU, which
+    then has kernels between XLA's products; what else there is takes XLA at such widths.
     """
-    if type(spec.fast_net) is not SwiGLU or compat.triton_problem():
+    if type(spec.fast_net) is not SwiGLU or compat.hopper_problem():
         return "xla"
-    hidden = weights["w0"].shape[-1]
-    problems = [triton.untimed(hidden)]
-    for span in spec.order:
-        tokens = (k.shape[0], k.shape[2], span.end - span.start, k.shape[3])
-        problems.append(triton.unsupported(hidden, jax.ShapeDtypeStruct(tokens, k.dtype)))
-    return "xla" if any(problems) else "triton"
+    return "xla" if mosaic_gpu_passes.untimed(weights["w0"].shape[-1]) else None
 
 
 def one_call_obstacles(spec: InnerLoop, channel_gate: bool = False) -> list[str]:

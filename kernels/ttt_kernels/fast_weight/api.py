@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from ttt_kernels import compat
 from ttt_kernels.arguments import check_array
 from ttt_kernels.choice import choose
-from ttt_kernels.fast_weight import mosaic_gpu, mosaic_tpu, reference, triton, xla
+from ttt_kernels.fast_weight import mosaic_gpu, mosaic_tpu, reference, xla
 
 NAMES = ("w0", "w1", "w2")
-Implementation = Literal["reference", "xla", "triton", "mosaic_gpu", "mosaic_tpu"]
+Implementation = Literal["reference", "xla", "mosaic_gpu", "mosaic_tpu"]
 _HIDDEN = {"mosaic_gpu": mosaic_gpu, "xla": xla, "reference": reference}
-_MODULES = {"mosaic_tpu": mosaic_tpu, "mosaic_gpu": mosaic_gpu, "triton": triton} | _HIDDEN
+_MODULES = {"mosaic_tpu": mosaic_tpu} | _HIDDEN
 
 
 def fast_weight_apply(
@@ -30,11 +30,11 @@ def fast_weight_apply(
       weights: `w0` and `w2` [batch or 1, heads, key_dim, hidden], `w1` [batch or 1, heads, hidden,
         value_dim]; rounded to q's dtype for the products.
       q: [batch, heads, time, key_dim] floats; time >= 1.
-      implementation: "reference" (token by token), "xla" (any device), "triton" (XLA's products,
-        and kernels between them, for Hopper GPUs, bfloat16), "mosaic_gpu" (all by kernels for
-        Hopper GPUs, bfloat16), "mosaic_tpu" (one kernel for TPUs, forwards and backwards), or None,
-        which picks the fastest that runs here and logs the choice once. A named implementation
-        never falls back.
+      implementation: "reference" (token by token), "xla" (any device), "mosaic_gpu" (kernels for
+        Hopper GPUs, bfloat16: of all of it to a hidden width of 384, else between the products,
+        which are XLA's), "mosaic_tpu" (one kernel for TPUs, forwards and backwards), or None, which
+        picks the fastest that runs here and logs the choice once. A named implementation never
+        falls back.
 
     Returns:
       [batch, heads, time, value_dim] in q's dtype; differentiable in every argument.
@@ -53,7 +53,7 @@ def fast_weight_apply(
     """
     matrices = _check_weights(weights, q, "q")
     module = _choose("fast_weight_apply", implementation, matrices, q)
-    if module not in (xla, triton):
+    if module not in (xla, mosaic_gpu):
         matrices = _for_each_row(matrices, q.shape[0])
     return module.apply(*matrices, q)
 
@@ -98,7 +98,7 @@ def fast_weight_hidden(
     w0, w2 = (_check_weight(weights, n, batch, heads, sizes).astype(x.dtype) for n in ("w0", "w2"))
     if rates is not None:
         _check_rates(rates, x.shape[:3], "[batch, time, heads]")
-    problem = mosaic_gpu.unsupported(w0, x) or compat.hopper_problem()
+    problem = mosaic_gpu.not_whole(w0, x) or compat.hopper_problem()
     module = choose("fast_weight_hidden", implementation, _HIDDEN, {"mosaic_gpu": problem})
     return module.hidden(w0, w2, x, rates)
 
@@ -164,7 +164,7 @@ def fast_weight_gradients(
         rates = jnp.ones(shape, jnp.float32)
     _check_rates(rates, shape, f"[batch, heads, time, R] with {trained=}")
     module = _choose("fast_weight_gradients", implementation, matrices, k.astype(dtype))
-    if module not in (xla, triton):
+    if module not in (xla, mosaic_gpu):
         matrices = _for_each_row(matrices, k.shape[0])
     made = module.gradients(*matrices, k.astype(dtype), error.astype(dtype), rates)
     return dict(zip(names, made, strict=True))
@@ -218,20 +218,18 @@ def _check_weights(weights, x: jax.Array, name: str) -> list[jax.Array]:
 
 
 def _for_each_row(matrices, batch: int) -> list[jax.Array]:
-    """The matrices with one of each for every row, as all but the XLA form want them."""
+    """The matrices with one of each for every row, as kernels of all of it want them."""
     return [jnp.broadcast_to(w, (batch, *w.shape[1:])) for w in matrices]
 
 
 def _choose(operation: str, implementation: str | None, matrices, x: jax.Array):
     """The module that runs a call with the three matrices."""
     w0, w1, _ = matrices
-    gpu = mosaic_gpu.unsupported(w0, x, w1.shape[-1])
-    passes = triton.unsupported(w0.shape[-1], x) or compat.triton_problem()
+    gpu = mosaic_gpu.unsupported(w0, x, w1.shape[-1]) or compat.hopper_problem()
     if implementation is None:
-        passes = passes or triton.untimed(w0.shape[-1])
+        gpu = gpu or mosaic_gpu.untimed(w0, x, w1.shape[-1])
     problems = {
         "mosaic_tpu": mosaic_tpu.unsupported(w0, w1, x) or compat.tpu_problem(),
-        "mosaic_gpu": gpu or compat.hopper_problem(),
-        "triton": passes,
+        "mosaic_gpu": gpu,
     }
     return choose(operation, implementation, _MODULES, problems)

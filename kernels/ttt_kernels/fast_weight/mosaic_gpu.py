@@ -1,8 +1,9 @@
 """The fast weight on Hopper GPUs through Pallas' Mosaic GPU backend.
 
 One kernel makes the hidden activations from the tokens, one the errors of gate and up; one the
-factors of all three gradients, one what comes back to them.
-Arrays are token-major. The rules are in `unsupported`.
+factors of all three gradients, one what comes back to them. Their arrays are token-major. Where the
+layers are too wide for these (`not_whole`), the products are XLA's, and `mosaic_gpu_passes` makes
+what lies between them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import jax.numpy as jnp
 from ttt_kernels import compat
 from ttt_kernels.chunk_products import mosaic_gpu as chunk_kernels
 from ttt_kernels.chunk_products import vjp as chunk_vjp
+from ttt_kernels.chunk_products.tiling import MAX_HEAD_DIM
 from ttt_kernels.fast_weight import mosaic_gpu_hidden as kernels
+from ttt_kernels.fast_weight import mosaic_gpu_passes as passes
 from ttt_kernels.fast_weight import mosaic_gpu_plan as plans
 from ttt_kernels.fast_weight import xla
 
@@ -27,17 +30,31 @@ _PIECE = 128  # tokens that a sum is cut by
 _MULTIPROCESSORS = 132
 
 
-def unsupported(w0: jax.Array, x: jax.Array, value_dim: int = 1) -> str | None:
-    """Why these kernels cannot run these arguments on any device, or None."""
+def unsupported(w0: jax.Array, x: jax.Array, value_dim: int) -> str | None:
+    """Why no kernels here can run these arguments on any device, or None."""
+    whole = not_whole(w0, x, value_dim)
+    if whole is None or x.dtype != jnp.bfloat16:
+        return whole
+    between = passes.unsupported(math.prod(x.shape[:-1]), w0.shape[-1])
+    return between and f"{whole}, and {between}"
+
+
+def untimed(w0: jax.Array, x: jax.Array, value_dim: int) -> str | None:
+    """Why the kernels that can run these arguments are taken by name alone, or None."""
+    return not_whole(w0, x, value_dim) and passes.untimed(w0.shape[-1])
+
+
+def not_whole(w0: jax.Array, x: jax.Array, value_dim: int = 1) -> str | None:
+    """Why kernels of all of it cannot run these arguments on any device, or None."""
     if x.dtype != jnp.bfloat16:
         return f"the tokens are {x.dtype}; the Mosaic GPU kernels take bfloat16"
     key_dim = _up(x.shape[-1], _WIDTH)
     if plans.choose(1, 1, 1, key_dim, _HIDDEN, parts=4, results=1) is None:
         return f"key_dim={x.shape[-1]}: its slab of the matrices does not fit in shared memory"
     hidden = _up(w0.shape[-1], _HIDDEN)
-    return chunk_kernels.unsupported(x.dtype, key_dim, 2 * hidden) or chunk_kernels.unsupported(
-        x.dtype, hidden, value_dim
-    )
+    if 2 * hidden > MAX_HEAD_DIM:  # gate and up lie beside each other
+        return f"a hidden width of {w0.shape[-1]} is above {MAX_HEAD_DIM // 2}"
+    return chunk_kernels.unsupported(x.dtype, key_dim, value_dim)
 
 
 def _up(size: int, multiple: int) -> int:
@@ -124,8 +141,12 @@ _core.defvjp(_forward, _backward)
 def apply(
     w0: jax.Array, w1: jax.Array, w2: jax.Array, q: jax.Array, *, interpret: bool = False
 ) -> jax.Array:
-    """`f(q)` by two kernels, head-major; see `ttt_kernels.fast_weight_apply`."""
-    w0, w1, w2, x = (_one_head_a_row(a) for a in (w0, w1, w2, q))
+    """`f(q)`, head-major; see `ttt_kernels.fast_weight_apply`."""
+    if not_whole(w0, q, w1.shape[-1]):
+        params = compat.gpu_interpret_params() if interpret else None
+        between = functools.partial(passes.hidden, interpret=params)
+        return xla.apply(w0, w1, w2, q, hidden_of=between)
+    w0, w1, w2, x = (_one_head_a_row(a, q.shape[0]) for a in (w0, w1, w2, q))
     value = hidden(w0, w2, jnp.swapaxes(x, 1, 2), None, interpret=interpret)
     out = _read(value, w1, chunk_kernels.Kernels(interpret=interpret))
     return out.reshape(*q.shape[:3], out.shape[-1])
@@ -155,9 +176,15 @@ def gradients(
     *, interpret: bool = False,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """The summed gradients, head-major; see `ttt_kernels.fast_weight_gradients`."""
+    if not_whole(w0, k, w1.shape[-1]):
+        params = compat.gpu_interpret_params() if interpret else None
+        between = functools.partial(passes.errors, interpret=params)
+        rates = rates.astype(jnp.float32)
+        return xla.gradients(w0, w1, w2, k, error, rates, errors_of=between)
     batch, heads, _, key_dim = k.shape
     width = w0.shape[-1]
-    w0, w1, w2, k, error, rates = (_one_head_a_row(a) for a in (w0, w1, w2, k, error, rates))
+    arrays = (w0, w1, w2, k, error, rates)
+    w0, w1, w2, k, error, rates = (_one_head_a_row(a, batch) for a in arrays)
     k, error = (jnp.swapaxes(x, 1, 2) for x in (k, error))
     if rates.shape[-1] == 1:
         value = hidden(w0, w2, k, jnp.swapaxes(rates[..., 0], 1, 2), interpret=interpret)
@@ -184,9 +211,9 @@ def _outer(products: chunk_kernels.Kernels, left: jax.Array, right: jax.Array) -
     return sums[:, :, 0] if sums.shape[2] == 1 else jnp.sum(sums, 2)
 
 
-def _one_head_a_row(x: jax.Array) -> jax.Array:
-    """[batch, heads, a, b] to [batch * heads, 1, a, b]: head-major is then token-major."""
-    return x.reshape(-1, 1, *x.shape[2:])
+def _one_head_a_row(x: jax.Array, batch: int) -> jax.Array:
+    """[batch or 1, heads, a, b] to [batch * heads, 1, a, b]: head-major is then token-major."""
+    return jnp.broadcast_to(x, (batch, *x.shape[1:])).reshape(-1, 1, *x.shape[2:])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))

@@ -1,8 +1,8 @@
 """The fast weight in plain JAX: batched products, any backend.
 
 Products that feed products are rounded to the tokens' dtype (accumulated in float32 or wider), and
-gate and up are one product: on an H200 float32 intermediates take a third more time. `triton` has
-the same products, and kernels of its own between them.
+gate and up are one product: on an H200 float32 intermediates take a third more time. `mosaic_gpu`
+has the same products for wide hidden layers, and kernels of its own between them.
 """
 
 from __future__ import annotations
