@@ -9,8 +9,10 @@ import pytest
 
 import ttt_jax
 from tests.inner_loop import cases
-from tests.tolerances import assert_close
+from tests.tolerances import assert_close, tolerance
 from ttt_jax import InnerLoop, NewtonSchulz, Span, WeightNorm, fast_nets, losses, presets
+from ttt_jax.inner_loop import updates
+from ttt_kernels import compat
 from ttt_kernels.newton_schulz import LACT_COEFFICIENTS, newton_schulz
 
 
@@ -81,6 +83,25 @@ def test_zeros_have_finite_gradients(variant, dtype):
     weights = {n: w.at[0].set(0) for n, w in weights.items()}
     for name, x in cases.named_leaves(cases.gradients(spec, weights, tokens, mode="auto")):
         assert np.all(np.isfinite(np.asarray(x, np.float32))), name
+
+
+def test_long_columns_in_pieces_have_the_same_norms(monkeypatch):
+    rng = np.random.default_rng(0)
+    shapes = {"w0": (2, 1, 512, 4), "w2": (2, 1, 512, 4), "w1": (2, 1, 3, 5)}
+    weights = {name: jnp.asarray(rng.standard_normal(shape)) for name, shape in shapes.items()}
+    weights["w2"] = weights["w2"].at[0, 0, :, 1].set(0)
+
+    def norms_and_gradient(weights):
+        norms, pullback = jax.vjp(updates.column_norms, weights)
+        return norms, pullback(jax.tree.map(jnp.cos, norms))
+
+    plain = norms_and_gradient(weights)
+    monkeypatch.setattr(compat, "target_platform", lambda: "gpu")
+    text = jax.jit(updates.column_norms).lower(weights).as_text()
+    assert text.count("optimization_barrier") == 1  # w0 and w2 together
+    for got, want in zip(jax.tree.leaves(norms_and_gradient(weights)), jax.tree.leaves(plain),
+                         strict=True):  # fmt: skip
+        assert_close(got, want, tolerance(jnp.float32, 512), "norms and gradients")
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e8])

@@ -14,8 +14,12 @@ import jax.numpy as jnp
 from ttt_jax.inner_loop.backends import backend_of
 from ttt_jax.inner_loop.fast_nets import SwiGLU, Weights, dense, outer_products
 from ttt_jax.inner_loop.spec import InnerLoop, WeightNorm
+from ttt_kernels import compat
 from ttt_kernels.fast_weight import fast_weight_apply, fast_weight_gradients
 from ttt_kernels.newton_schulz import newton_schulz
+
+# Columns of so many rows are summed up in so many pieces by a GPU.
+_LONG, _PIECES = 512, 16
 
 
 class Buffer(NamedTuple):
@@ -91,14 +95,15 @@ def initial_state(spec: InnerLoop, weights: Weights, batch: int) -> State:
     Returns:
       A ``State``, each row a copy of ``weights``.
     """
-    trained = {}
-    for name in spec.trained:
-        weight = weights[name]
-        wide = weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
-        trained[name] = jnp.broadcast_to(wide, (batch, *wide.shape[-3:]))
+    def for_all(weights):
+        return {n: jnp.broadcast_to(x, (batch, *x.shape[-3:])) for n, x in weights.items()}
+
+    given = {name: weights[name] for name in spec.trained}
+    given = {n: x.astype(jnp.promote_types(x.dtype, jnp.float32)) for n, x in given.items()}
+    trained = for_all(given)
     norms = main = momentum = None
     if spec.weight_norm is not None:
-        norms = {name: column_norm(weight) for name, weight in trained.items()}
+        norms = for_all(column_norms(given))
         if spec.weight_norm.detach:
             norms = jax.lax.stop_gradient(norms)
         if spec.weight_norm.form == "pre":
@@ -196,7 +201,7 @@ def inner_step(
     moved = {name: base[name] + updates[name] for name in base}
     weights, main = moved, None
     if spec.weight_norm is not None:
-        weights = {n: normalise(spec.weight_norm, w, state.norms[n]) for n, w in moved.items()}
+        weights = normalise(spec.weight_norm, moved, state.norms)
         main = moved if spec.weight_norm.form == "pre" else None
     return state._replace(weights=weights, main=main, momentum=momentum)
 
@@ -323,14 +328,36 @@ def shaped(
     return update
 
 
-def normalise(norm: WeightNorm, weight: jax.Array, target: jax.Array) -> jax.Array:
-    """``W / (|W| + eps) · target``, column norms over the input axis."""
-    return weight / (column_norm(weight) + norm.eps) * target
+def normalise(
+    norm: WeightNorm, weights: dict[str, jax.Array], targets: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """``W / (|W| + eps) · target`` of each matrix, column norms over the input axis."""
+    norms = column_norms(weights)
+    return {n: w / (norms[n] + norm.eps) * targets[n] for n, w in weights.items()}
+
+
+def column_norms(weights: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """``column_norm`` of each matrix; on a GPU long columns of several matrices at once."""
+    groups: dict[tuple, list[str]] = {}
+    for name, weight in weights.items():
+        long = weight.shape[-2] >= _LONG and compat.target_platform() == "gpu"
+        groups.setdefault(weight.shape if long else (name,), []).append(name)
+    norms = {}
+    for names in groups.values():
+        found = column_norm(jnp.concatenate([weights[n] for n in names], axis=-1))
+        norms |= zip(names, jnp.split(found, len(names), axis=-1), strict=True)
+    return norms
 
 
 def column_norm(weight: jax.Array) -> jax.Array:
     """Norms over the input axis, ``[..., 1, out]``; gradient 0 (not NaN) where a column is 0."""
-    squares = jnp.sum(weight * weight, axis=-2, keepdims=True)
+    squares, rows = weight * weight, weight.shape[-2]
+    if compat.target_platform() == "gpu" and rows >= _LONG and rows % _PIECES == 0:
+        # XLA has one thread block for 32 whole columns, too few blocks for the chip: in pieces,
+        # which it would put together again.
+        squares = squares.reshape(*weight.shape[:-2], _PIECES, -1, weight.shape[-1])
+        squares = jax.lax.optimization_barrier(jnp.sum(squares, axis=-2))
+    squares = jnp.sum(squares, axis=-2, keepdims=True)
     positive = squares > 0
     return jnp.where(positive, jnp.sqrt(jnp.where(positive, squares, 1)), 0)
 
