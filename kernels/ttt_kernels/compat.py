@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 
 import jax
 from jax.experimental import pallas as pl
@@ -137,37 +136,6 @@ def gpu_kernel(body, *, interpret=None, **arguments):
     plgpu = mosaic_gpu()
     params = plgpu.CompilerParams(approx_math=True)
     return plgpu.kernel(body, compiler_params=params, interpret=interpret, **arguments)
-
-
-def triton_problem() -> str | None:
-    """Why kernels by Pallas' Triton backend are not taken here, or None when they are.
-
-    JAX has announced its end; they are timed on Hopper GPUs alone.
-    """
-    if importlib.util.find_spec("jax.experimental.pallas.triton") is None:
-        return f"jax {jax.__version__} has no Triton backend of Pallas"
-    return hopper_problem()
-
-
-def triton_kernel(body, *, grid, num_warps: int, interpret: bool = False, **arguments):
-    """`pl.pallas_call(body, ...)` by Pallas' Triton backend; the kernel is named as its body.
-
-    The class of the compiler's parameters names the backend; without them it depends on JAX's
-    version.
-
-    Args:
-      body: the kernel; references are whole arrays.
-      grid: programs along each axis.
-      num_warps: of a program.
-      interpret: runs in Pallas' interpreter, on any device.
-      **arguments: as of `pl.pallas_call`.
-    """
-    triton = importlib.import_module("jax.experimental.pallas.triton")
-    params = triton.CompilerParams(num_warps=num_warps)
-    return pl.pallas_call(
-        body, grid=grid, name=body.__name__, compiler_params=params, interpret=interpret,
-        **arguments,
-    )  # fmt: skip
 
 
 @functools.cache
