@@ -160,15 +160,15 @@ class Walk:
         """
         plgpu = compat.mosaic_gpu()
         ring, full = scratch
-        w = lax.axis_index("warpgroup")
+        w, shares = lax.axis_index("warpgroup"), self.groups * self.warpgroups
         share = lax.axis_index("group") * self.warpgroups + w
-        least, longer = divmod(self.rows // self.step, self.groups * self.warpgroups)
+        if self.turns:  # the last ones go to all thread blocks alike
+            share = w * self.groups + lax.axis_index("group")
+        least, longer = divmod(self.rows // self.step, shares)
         low = share * least + jnp.minimum(share, longer)
 
         def row(i):
-            if self.turns:
-                return (share + i * (self.groups * self.warpgroups)) * self.step
-            return (low + i) * self.step
+            return (share + i * shares if self.turns else low + i) * self.step
 
         count = least + (share < longer).astype(jnp.int32)
         columns, mode = self.here(), plgpu.OOBFillMode.ZEROS
