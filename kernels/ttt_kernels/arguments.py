@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from numbers import Real
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,6 +46,22 @@ def check_flag(name: str, value) -> None:
     """
     if not isinstance(value, bool):
         raise ValueError(f"{name}={value!r} must be True or False")
+
+
+def check_number(name: str, value, least: float = -math.inf) -> None:
+    """Checks that an argument is a finite number of Python or NumPy, from `least` on.
+
+    Raises:
+      ValueError: it is something else, an array, a bool or a NaN for example.
+
+    >>> check_number("epsilon", -1.0, least=0)
+    Traceback (most recent call last):
+    ValueError: epsilon=-1.0 must be a finite number, 0 or more
+    """
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value < least:
+        rule = "" if least == -math.inf else f", {least} or more"
+        raise ValueError(f"{name}={value!r} must be a finite number{rule}")
 
 
 def floating_dtype(name: str, value) -> jnp.dtype:

@@ -5,7 +5,7 @@ import math
 import numbers
 from typing import Any, Literal
 
-from ttt_kernels.arguments import floating_dtype
+from ttt_kernels.arguments import check_flag, floating_dtype
 from ttt_kernels.newton_schulz import MUON_COEFFICIENTS, check_settings
 
 
@@ -73,6 +73,7 @@ class WeightNorm:
     def __post_init__(self):
         one_of("form", self.form, ("post", "pre"))
         finite("eps", self.eps, least=0)
+        check_flag("detach", self.detach)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +91,11 @@ class Span:
     apply: bool
 
     def __post_init__(self):
-        if not 0 <= self.start < self.end:
+        whole_number("start", self.start, least=0)
+        whole_number("end", self.end)
+        check_flag("update", self.update)
+        check_flag("apply", self.apply)
+        if self.start >= self.end:
             raise ValueError(f"Span(start={self.start}, end={self.end}): need 0 <= start < end")
         if not (self.update or self.apply):
             raise ValueError(f"Span({self.start}, {self.end}) neither updates nor applies; drop it")
@@ -118,5 +123,6 @@ def finite(name: str, value: Any, least: float = -math.inf) -> None:
 
 def fraction(name: str, value: Any) -> None:
     """Raises ``ValueError`` where ``value`` is not a number from 0 to 1."""
-    if not isinstance(value, numbers.Real) or not 0 <= value <= 1:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= 1:
         raise ValueError(f"{name}={value!r}: use a number from 0 to 1")

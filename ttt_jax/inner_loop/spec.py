@@ -9,6 +9,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ttt_jax.inner_loop.fast_nets import FastNet, Linear
 from ttt_jax.inner_loop.losses import DotProduct, Loss
@@ -143,7 +144,7 @@ class InnerLoop:
           ``order`` uses it, starts at ``1 / (i + 1)`` for position ``i`` of a chunk.
 
         Raises:
-          ValueError: a size is not a whole number from 1 on.
+          ValueError: a size is not a whole number from 1 on, or ``key`` no key.
 
         Example:
           >>> weights = InnerLoop().init(jax.random.key(0), heads=2, key_dim=4)
@@ -155,8 +156,17 @@ class InnerLoop:
         sizes = dict(heads=heads, key_dim=key_dim, value_dim=value_dim, hidden_dim=hidden_dim)
         for name, size in sizes.items():
             whole_number(name, size)
+        _check_key(key)
         weights = self.fast_net.init(key, heads, key_dim, value_dim, hidden_dim)
         if self.order == "token_causal":
             rate = 1 / jnp.arange(1.0, self.chunk_size + 1)[:, None]
             weights["position_rate"] = jnp.broadcast_to(rate, (heads, self.chunk_size, 1))
         return weights
+
+
+def _check_key(key) -> None:
+    """Raises ``ValueError`` where ``key`` is neither a typed key nor the data of one."""
+    typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    raw = isinstance(key, jax.Array | np.ndarray) and key.dtype == jnp.uint32
+    if not (typed and key.ndim == 0 or raw and key.ndim == 1):
+        raise ValueError(f"key={key!r}: use a key, e.g. jax.random.key(0)")

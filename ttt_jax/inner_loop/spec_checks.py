@@ -11,6 +11,7 @@ from ttt_jax.inner_loop.parts import (
     one_of,
     whole_number,
 )
+from ttt_kernels.arguments import check_flag
 
 ORDERS = ("apply_then_update", "update_then_apply", "token_causal")
 
@@ -26,8 +27,7 @@ def check_spec(spec) -> None:
     finite("fast_net.init_scale", spec.fast_net.init_scale, least=0)
     finite("loss.scale", spec.loss.scale)
     for name in ("clip", "forget_first"):
-        if not isinstance(getattr(spec, name), bool):
-            raise ValueError(f"{name}={getattr(spec, name)!r}: use True or False")
+        check_flag(name, getattr(spec, name))
     one_of("update", spec.update, ("all", "last_layer"))
     one_of("target", spec.target, ("value", "value_minus_key"))
     one_of("direction", spec.direction, ("descent", "ascent"))
@@ -75,7 +75,8 @@ def _check_gates(spec) -> None:
         if isinstance(value, str) and value != "per_token":
             raise ValueError(f"{name}={value!r}: use 'per_token' or a number")
         if not isinstance(value, str) and (value is not None or name == "rate"):
-            for number in value if isinstance(value, tuple) else (value,):
+            many = isinstance(value, tuple) and value and name != "momentum"
+            for number in value if many else (value,):
                 check(name, number)
     if spec.forget_first and spec.forget is None:
         raise ValueError("forget_first=True with forget=None: nothing is forgotten; set forget")

@@ -7,7 +7,7 @@ from typing import Literal
 import jax
 
 from ttt_kernels import compat
-from ttt_kernels.arguments import check_array
+from ttt_kernels.arguments import check_array, check_flag
 from ttt_kernels.choice import choose
 from ttt_kernels.depthwise_conv import mosaic_gpu, xla
 
@@ -63,7 +63,8 @@ def depthwise_conv(
     for name, array, shape in (("kernel", kernel, (9, channels)), ("bias", bias, (channels,))):
         if array is not None and array.shape != shape:
             raise ValueError(f"{name} has shape {array.shape}; it must be {shape} to match x")
-    if stride not in (1, 2) or (residual and stride != 1):
+    check_flag("residual", residual)
+    if type(stride) is not int or stride not in (1, 2) or (residual and stride != 1):
         raise ValueError(f"{stride=} must be 1 or 2, and 1 with {residual=}")
     problem = mosaic_gpu.unsupported(x, stride) or compat.hopper_problem()
     module = choose("depthwise_conv", implementation, _MODULES, {"mosaic_gpu": problem})

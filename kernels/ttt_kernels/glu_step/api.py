@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ttt_kernels import compat
-from ttt_kernels.arguments import check_array
+from ttt_kernels.arguments import check_array, check_flag, check_number
 from ttt_kernels.choice import choose
 from ttt_kernels.glu_step import mosaic_gpu, xla
 
@@ -73,6 +73,7 @@ def glu_step(
             "floating dtype"
         )
     _check_weights(weights, q.shape[2], q.shape[3])
+    _check_settings(scale, clip)
     module = choose("glu_step", implementation, _MODULES, {"mosaic_gpu": kernel_problem(q)})
     return module.glu_step(*_wide(weights, q), q, k, v, scale / q.shape[1], clip)
 
@@ -122,6 +123,9 @@ def glu_step_beside(
             "tokens, 3, heads, dim] and [3, heads, dim], and no axis empty"
         )
     _check_weights(weights, qkv.shape[3], qkv.shape[4], others=True)
+    _check_settings(scale, clip)
+    if not callable(beside):
+        raise ValueError(f"beside={beside!r} must be a function (arrays, q, k, v)")
     q = jax.ShapeDtypeStruct((*qkv.shape[:2], *qkv.shape[3:]), qkv.dtype)
     module = choose("glu_step_beside", implementation, _MODULES, {"mosaic_gpu": kernel_problem(q)})
     options = scale / qkv.shape[1], clip
@@ -132,6 +136,11 @@ def _wide(weights, x) -> list[jax.Array]:
     """The weights in at least float32."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
     return [weights[name].astype(wide) for name in NAMES]
+
+
+def _check_settings(scale, clip) -> None:
+    check_number("scale", scale)
+    check_flag("clip", clip)
 
 
 def _check_weights(weights, heads: int, dim: int, others: bool = False) -> None:

@@ -7,7 +7,7 @@ from typing import Literal
 import jax
 
 from ttt_kernels import compat
-from ttt_kernels.arguments import check_array
+from ttt_kernels.arguments import check_array, check_number
 from ttt_kernels.choice import choose
 from ttt_kernels.residual_norm import mosaic_gpu, xla
 
@@ -51,7 +51,7 @@ def residual_norm(
       (s, y), like x; sums and norms are taken in at least float32.
 
     Raises:
-      ValueError: an argument of the wrong shape or dtype.
+      ValueError: an argument of the wrong shape, dtype or value.
       NotImplementedError: the named implementation cannot run these arguments here.
 
     Sources: Ba et al. 2016 (arXiv 1607.06450), eq. 4; Huang et al. 2016 (arXiv 1603.09382), eq. 2.
@@ -65,6 +65,7 @@ def residual_norm(
     _check(x, branch, branch_bias, factor)
     for name, array in (("scale", scale), ("bias", bias)):
         _check_vector(name, array, x)
+    check_number("epsilon", epsilon, least=0)
     module = _module("residual_norm", x, implementation)
     return module.residual_norm(x, branch, branch_bias, factor, scale, bias, epsilon)
 

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from ttt_jax.inner_loop.fast_nets.base import Cotangent, OuterProductNet, Weights, dense
+from ttt_jax.inner_loop.parts import finite, one_of, whole_number
+from ttt_kernels.arguments import check_flag
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
@@ -34,6 +36,9 @@ class MLP(OuterProductNet):
         ``weights``, ``[heads, 1, value_dim]``, and no inner step changes them.
       norm_eps: added to the variance.
 
+    Raises:
+      ValueError: a field has a value that it cannot have.
+
     Source: TTT-Linear and TTT-MLP of Sun et al. (arXiv 2407.04620), Titans (arXiv 2501.00663).
 
     Example:
@@ -50,12 +55,11 @@ class MLP(OuterProductNet):
     norm_eps: float = 1e-6
 
     def __post_init__(self):
-        if self.depth < 1:
-            raise ValueError(f"depth={self.depth}: at least one layer is needed")
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(
-                f"activation={self.activation!r}: use one of {', '.join(map(repr, ACTIVATIONS))}"
-            )
+        whole_number("depth", self.depth)
+        one_of("activation", self.activation, tuple(ACTIVATIONS))
+        check_flag("bias", self.bias)
+        check_flag("residual_norm", self.residual_norm)
+        finite("norm_eps", self.norm_eps, least=0)
 
     @property
     def names(self) -> tuple[str, ...]:

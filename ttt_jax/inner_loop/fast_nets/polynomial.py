@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ttt_jax.inner_loop.fast_nets.base import Cotangent, OuterProductNet, Weights
+from ttt_jax.inner_loop.parts import whole_number
 
 
 def monomials(x: jax.Array, degree: int) -> jax.Array:
@@ -65,8 +66,7 @@ class Polynomial(OuterProductNet):
                 f"net={self.net!r}: its output is not of its input's kind once there are more "
                 "features than channels; use MLP() without residual_norm, Linear() or SwiGLU()"
             )
-        if self.degree < 1:
-            raise ValueError(f"degree={self.degree}: at least 1 is needed")
+        whole_number("degree", self.degree)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from ttt_jax.inner_loop.fast_nets import Linear, SwiGLU
 from ttt_jax.inner_loop.parts import whole_number
 from ttt_jax.inner_loop.spec import InnerLoop, NewtonSchulz, Span, WeightNorm
+from ttt_kernels.arguments import floating_dtype
 from ttt_kernels.newton_schulz import LACT_COEFFICIENTS, MUON_COEFFICIENTS
 
 
@@ -90,9 +91,13 @@ def lact_nvs(
       24
     """
     whole_number("muon_steps", muon_steps, least=0)
+    if not isinstance(entries, Sequence) or not entries:
+        raise ValueError(f"entries={entries!r}: give a list of (start, end, update, apply)")
     wrong = [e for e in entries if not isinstance(e, tuple | list) or len(e) != 4]
     if wrong:
         raise ValueError(f"entries hold {wrong[0]!r}: each must be (start, end, update, apply)")
+    if muon_dtype is not None:
+        floating_dtype("muon_dtype", muon_dtype)
     coefficients = MUON_COEFFICIENTS[:1] * muon_steps
     spec = InnerLoop(
         fast_net=SwiGLU(),

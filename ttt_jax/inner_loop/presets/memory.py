@@ -36,7 +36,8 @@ def titans(depth: int = 2, *, chunk_size: int = 1) -> InnerLoop:
       >>> titans(depth=3).trained
       ('w1', 'w2', 'w3')
     """
-    if depth not in range(1, 5):
+    whole_number("depth", depth)
+    if depth > 4:
         raise ValueError(f"depth={depth}: Titans' memories have 1 to 4 layers")
     return InnerLoop(
         fast_net=Linear() if depth == 1 else MLP(depth=depth),
