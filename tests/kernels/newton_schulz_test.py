@@ -11,7 +11,7 @@ from tests.kernels.linear_attention_test import rms_error
 from tests.kernels.newton_schulz_tpu_test import both, reference
 from tests.tolerances import assert_close, tolerance
 from ttt_kernels import compat, newton_schulz
-from ttt_kernels.newton_schulz import LACT_COEFFICIENTS, mosaic_gpu, xla
+from ttt_kernels.newton_schulz import LACT_COEFFICIENTS, mosaic_gpu, symmetric, xla
 from ttt_kernels.newton_schulz.mosaic_gpu_pair import Pair
 from ttt_kernels.newton_schulz.mosaic_gpu_ring import Layout
 
@@ -109,6 +109,36 @@ def test_hopper_kernels_equal_the_definition(monkeypatch, capfd, shape, layout):
         slope = coefficients[0][0] * coefficients[1][0] / EPS
         assert float(jnp.abs(y[1:]).max()) == 0
         assert_close(dx[1:], slope * cotangent[1:], tolerance(BF16), "zero matrix")
+
+
+@interpreted
+@pytest.mark.parametrize("shape", [(1, 128, 192), slow((2, 1, 320, 256))], ids=str)
+def test_symmetric_products_equal_the_definition(capfd, shape):
+    x, cotangent = (y.astype(BF16) for y in draw(shape))
+    coefficients = LACT_COEFFICIENTS[: 1 + (shape[0] > 1)]
+    options = dict(coefficients=coefficients, eps=EPS, dtype=BF16)
+    kernels = functools.partial(symmetric.newton_schulz, interpret=compat.gpu_interpret_params(),
+                                **options)  # fmt: skip
+    got = with_reset(jax.jit(functools.partial(both, kernels)), x, cotangent)
+    assert "RACE" not in "".join(capfd.readouterr())
+    plain = both(functools.partial(xla.newton_schulz, **options), x, cotangent)
+    options["dtype"] = jnp.dtype(jnp.float32)
+    wide = (y.astype(jnp.float32) for y in (x, cotangent))
+    want = both(functools.partial(xla.newton_schulz, **options), *wide)
+    for name, *values in zip(("y", "dx"), got, plain, want, strict=True):
+        by_kernels, by_xla, expected = (y.astype(jnp.float32) for y in values)
+        assert rms_error(by_kernels, expected) < 1.1 * rms_error(by_xla, expected), name
+
+
+def test_symmetric_products_lower():
+    def kernels(x):
+        return symmetric.newton_schulz(x, LACT_COEFFICIENTS, EPS, BF16)
+
+    shape = (6, 256, 512)
+    program = lowered(functools.partial(both, kernels), shape, shape, dtype=BF16)
+    for name in ("gram", "polynomial", "outer", "gram_gradient"):
+        assert f"newton_schulz_{name}" in program
+    assert program.count("custom_call @mosaic_gpu") == 4  # each kernel once, for all iterations
 
 
 def test_rounding_by_place_keeps_what_is_no_number():

@@ -2,14 +2,15 @@
 
 import math
 from collections.abc import Sequence
+from numbers import Real
 
 import jax
 import jax.numpy as jnp
 
 from ttt_kernels import compat
-from ttt_kernels.arguments import check_array, check_number, floating_dtype
+from ttt_kernels.arguments import check_array, floating_dtype
 from ttt_kernels.choice import choose
-from ttt_kernels.newton_schulz import mosaic_gpu, mosaic_tpu, xla
+from ttt_kernels.newton_schulz import mosaic_gpu, mosaic_tpu, symmetric, xla
 
 # The triples of LaCT-LLM (Zhang et al., Test-Time Training Done Right, 2025), one an iteration.
 LACT_COEFFICIENTS = (
@@ -22,7 +23,9 @@ LACT_COEFFICIENTS = (
 # The triple of Muon (Jordan et al., 2024), repeated five times.
 MUON_COEFFICIENTS = ((3.4445, -4.7750, 2.0315),) * 5
 
-_MODULES = {"mosaic_tpu": mosaic_tpu, "mosaic_gpu": mosaic_gpu, "xla": xla}
+_MODULES = {
+    "mosaic_tpu": mosaic_tpu, "mosaic_gpu": mosaic_gpu, "symmetric": symmetric, "xla": xla
+}  # fmt: skip
 
 
 def newton_schulz(
@@ -50,7 +53,8 @@ def newton_schulz(
       eps: added to the Frobenius norm. Matrices whose norm is not well above it stay small.
       dtype: dtype of the products; ``None`` is ``x.dtype``. ``bfloat16`` is the official choice.
       implementation: ``"xla"`` (any device), ``"mosaic_gpu"`` (Hopper GPUs; bfloat16 products, up
-        to 768 rows and columns), ``"mosaic_tpu"`` (one launch for all iterations, on TPUs), or
+        to 768 rows and columns), ``"symmetric"`` (XLA's form with kernels for Hopper GPUs where a
+        product is symmetric), ``"mosaic_tpu"`` (one launch for all iterations, on TPUs), or
         ``None`` for the best one here. A named one never falls back.
 
     Returns:
@@ -79,7 +83,10 @@ def newton_schulz(
     problems = {
         "mosaic_tpu": mosaic_tpu.unsupported(*call) or compat.tpu_problem(),
         "mosaic_gpu": mosaic_gpu.unsupported(*call) or compat.hopper_problem(),
+        "symmetric": symmetric.unsupported(*call) or compat.hopper_problem(),
     }
+    if implementation is None and problems["symmetric"] is None:
+        problems["symmetric"] = "it has not been timed"
     module = choose("newton_schulz", implementation, _MODULES, problems)
     return module.newton_schulz(x, coefficients, eps, dtype)
 
@@ -99,7 +106,8 @@ def check_settings(coefficients, eps: float) -> tuple[tuple[float, float, float]
     >>> check_settings([[3, -4, 2]], 0)
     ((3.0, -4.0, 2.0),)
     """
-    check_number("eps", eps, least=0)
+    if not (isinstance(eps, Real) and math.isfinite(eps) and eps >= 0):
+        raise ValueError(f"{eps=}: newton_schulz adds a finite number >= 0 to norms, as 1e-7")
     try:
         triples = tuple((float(a), float(b), float(c)) for a, b, c in coefficients)
     except (TypeError, ValueError):

@@ -38,12 +38,14 @@ class Layout:
       width: columns of another matrix's tile: 64, 128 or 192.
       cluster: CTAs a matrix, at most 8.
       stages: loads in flight in a CTA.
+      apart: the CTAs of a matrix are no cluster, and may be any number; for a single step.
     """
 
     tile: int
     width: int
     cluster: int
     stages: int
+    apart: bool = False
 
     @property
     def warpgroups(self) -> int:
@@ -130,6 +132,13 @@ def launch(name, iteration, iterations, arrays, out_types, matrices, layout, int
         return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
 
     body.__name__ = name
+    if layout.apart:
+        grid = dict(grid=(matrices, layout.cluster), grid_names=("matrix", "part"))
+        written = plgpu.Barrier(num_arrivals=warpgroups + 1)
+    else:
+        grid = dict(grid=(matrices,), grid_names=("matrix",), cluster=(layout.cluster,),
+                    cluster_names=("part",))  # fmt: skip
+        written = plgpu.ClusterBarrier(collective_axes=("part",), num_arrivals=warpgroups + 1)
     call = compat.gpu_kernel(
         body,
         out_type=list(out_types),
@@ -139,12 +148,9 @@ def launch(name, iteration, iterations, arrays, out_types, matrices, layout, int
             shared(warpgroups, BLOCK, BLOCK),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
-            plgpu.ClusterBarrier(collective_axes=("part",), num_arrivals=warpgroups + 1),
+            written,
         ],
-        grid=(matrices,),
-        grid_names=("matrix",),
-        cluster=(layout.cluster,),
-        cluster_names=("part",),
+        **grid,
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
         interpret=interpret,
