@@ -182,6 +182,8 @@ def backward(x, scales, errors, kinds, size: int, epsilon: float, interpret):
     sums = 0 if scales is None else parts
     options = dict(size=size, step=ROWS, boxes=interpret is None)
     walk = _Walk(rows, width, 2 * parts, *BACKWARD, sums, **options)
+    if sums * walk.side * size > 1024:  # of three, the sums spill registers
+        walk = dataclasses.replace(walk, warpgroups=2)
 
     def norm_parts_backward(x_ref, *refs):
         refs = list(refs)
