@@ -127,6 +127,7 @@ def parse(*flags):
     [
         ("def get_config(", "SyntaxError: .*line 1"),
         ("import missing_module", "ModuleNotFoundError: .*missing_module"),
+        ("x = 3", "it defines no function get_config"),
         ("def get_config(): return 3", "must return a ttt_jax.config.Config, not 3"),
         ("def get_config(size): raise ValueError(f'no {size}')", "test.py:a: no a"),
     ],

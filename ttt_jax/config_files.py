@@ -102,7 +102,10 @@ def load(value: str) -> Any:
     """
     name, _, size = resolve(value).partition(":")
     try:
-        made = runpy.run_path(name)["get_config"](*([size] if size else []))
+        found = runpy.run_path(name)
+        if not callable(found.get("get_config")):
+            raise ValueError("it defines no function get_config, as those of configs/ do")
+        made = found["get_config"](*([size] if size else []))
     except Exception as error:  # whatever a user's program raises
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise ValueError(f"--config={value}: {kind}{error}") from error

@@ -14,6 +14,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tests import tiny_run
+from ttt_jax import convert
 from ttt_jax.convert import files, safetensors_format, torch_archive
 
 _COMMON = [d for d in safetensors_format.DTYPES.values() if d in torch_archive.STORAGES.values()]
@@ -184,3 +186,59 @@ def test_damaged_files_are_named(tmp_path):
     with pytest.raises(ValueError, match="is complex128"):
         files.write_tensors(tmp_path / "z.pt", {"w": np.ones(1, complex)}, None)
     assert io.BytesIO(data).read(2) == b"PK" and not (tmp_path / "z.pt").exists()
+
+
+def _index(folder, text):
+    folder.mkdir()
+    (folder / "model.safetensors.index.json").write_text(text)
+    return folder
+
+
+def test_what_is_missing_or_of_another_kind_is_named_with_a_way_out(tmp_path):
+    """No bare error of the system, nor of JSON."""
+    (tmp_path / "empty.pt").touch()
+    (tmp_path / "empty.safetensors").touch()
+    (tmp_path / "text").touch()
+    (tmp_path / "folder.pt").mkdir()
+    for path, words in (
+        ("missing.pt", "missing.pt cannot be read .No such file or directory.; use a folder, or a"),
+        ("missing.safetensors", "missing.safetensors cannot be read .No such file"),
+        ("text/x.pt", "cannot be read .Not a directory."),
+        ("missing", "missing: no such file or folder; use a folder, or a file that ends with"),
+        ("text", "text: use a folder, or a file that ends with .safetensors"),
+        ("empty.pt", "empty.pt is not a zip archive"),
+        ("empty.safetensors", "no safetensors file, or it is cut short: 0 bytes"),
+        ("folder.pt", "folder.pt holds neither model.safetensors nor pytorch_model.bin"),
+        (_index(tmp_path / "a", "{"), "index.json cannot be read as JSON .*; fetch it again"),
+        (_index(tmp_path / "b", "[]"), "index.json is a JSON list, no object; fetch it again"),
+        (_index(tmp_path / "c", "{}"), 'index.json has no "weight_map"'),
+        (
+            _index(tmp_path / "d", '{"weight_map": {"w": "1.safetensors"}}'),
+            "index.json names 1.safetensors, which is not there; fetch it too",
+        ),
+    ):
+        with pytest.raises(ValueError, match=words):
+            files.read_tensors(tmp_path / path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="config.json cannot be read as JSON .*; fetch it again"):
+        files.read_config(tmp_path)
+    for path in ("text/x.pt", "text/x.safetensors", "none/x.pt"):
+        with pytest.raises(ValueError, match=r"x\.\w+ cannot be written \(.*\); give another name"):
+            files.write_tensors(tmp_path / path, {}, None)
+
+
+def test_the_flag_of_a_path_is_named(tmp_path):
+    config = tiny_run.tiny_config(tmp_path / "none.jsonl")
+    for official, workdir, words in (
+        ("no.pt", "run", "--official=no.pt: no.pt cannot be read .No such file"),
+        ("", "run", "--official=: has no name"),
+        ("no.pt", tmp_path, "workdir='.*' is not empty"),
+        ("no.pt", tmp_path / "file", "workdir='.*file' cannot be written to"),
+        ("no.pt", "", "workdir='' has no name"),
+    ):
+        (tmp_path / "file").touch()
+        with pytest.raises(ValueError, match=words):
+            convert.import_weights(config, official, workdir)
+    for official in ("", tmp_path / "file"):
+        with pytest.raises(ValueError, match="--export=.*(has no name|exists)"):
+            convert.export_weights(tmp_path, official)

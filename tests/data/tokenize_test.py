@@ -135,8 +135,10 @@ def test_output_that_holds_something_is_refused(source, tmp_path):
         write_shards(source, _TOKENIZER, tmp_path / "out")
     with pytest.raises(ValueError, match="is a file; give a new folder"):
         write_shards(source, _TOKENIZER, tmp_path / "out" / "precious")
-    with pytest.raises(ValueError, match="cannot be made"):
-        write_shards(source, _TOKENIZER, tmp_path / "out" / "precious" / "below")
+    with pytest.raises(ValueError, match="cannot be made"):  # before any document is read
+        write_shards("none.txt", _TOKENIZER, tmp_path / "out" / "precious" / "below")
+    with pytest.raises(ValueError, match="output='' has no name"):
+        write_shards(source, _TOKENIZER, "")
     assert [p.name for p in tmp_path.rglob("*")] == ["out", "precious"]
     with pytest.raises(ValueError, match="shard_tokens=0 must be at least 1"):
         write_shards(source, _TOKENIZER, tmp_path / "new", shard_tokens=0)

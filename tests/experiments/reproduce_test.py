@@ -82,6 +82,12 @@ def test_the_report_is_whole_and_done_cells_are_not_run_again(small, tmp_path, m
     assert "not finite: language-V6-0 2." in written
 
 
+def test_a_workdir_that_cannot_be_written_to_is_refused(small, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="workdir='.*file' cannot be written to"):
+        reproduce.main(options("V6"), tmp_path / "file")
+
+
 def test_a_failed_cell_is_named_and_the_others_go_on(small, tmp_path, monkeypatch):
     real = train.main
 

@@ -120,8 +120,12 @@ def test_a_file_at_fault_is_named_with_its_tensor(tensors, tmp_path, change, mes
 
 def test_files_of_another_kind_and_small_images_are_refused(path, tmp_path):
     (tmp_path / "text.npz").write_text("no archive")
-    with pytest.raises(ValueError, match="text.npz is no file of LPIPS weights"):
-        load_lpips(tmp_path / "text.npz")
+    (tmp_path / "empty.npz").touch()
+    for name in ("text.npz", "empty.npz"):
+        with pytest.raises(ValueError, match=f"lpips_file='.*{name}' is no file of LPIPS weights"):
+            load_lpips(tmp_path / name)
+    with pytest.raises(ValueError, match="lpips_file=.*: is a folder, no .npz file; .* says how"):
+        load_lpips(tmp_path)
     with pytest.raises(ValueError, match="sides of at least 16 pixels"):
         lpips(load_lpips(path), *_images((8, 16, 3)))
     with pytest.raises(ValueError, match="lpips_weight=1.0: needs the network's weights"):

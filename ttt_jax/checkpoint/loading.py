@@ -52,7 +52,10 @@ def load_arrays(workdir: str | os.PathLike[str], step: int | None = None) -> Loa
     """
     config = read_config(workdir)
     if config is None:
-        raise CheckpointError(f"workdir={str(workdir)!r} holds no run: config.json is missing")
+        raise CheckpointError(
+            f"workdir={str(workdir)!r} holds no run: config.json is missing; give the --workdir of "
+            "launch/train.py or launch/convert.py"
+        )
     graphdef, params, buffers, _ = abstract_params(config.model, sharding.make_mesh(), models.build)
     name = "average" if config.train.ema_decay > 0 else "params"
     wanted = {name: params} | ({"buffers": buffers} if buffers else {})

@@ -12,6 +12,7 @@ import numpy as np
 from ttt_jax.convert import safetensors_format, torch_archive
 
 TORCH = (".pt", ".pth", ".bin")
+_RULE = "use a folder, or a file that ends with .safetensors, .pt, .pth or .bin"
 
 
 def read_tensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
@@ -24,14 +25,14 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
       Official name to array.
 
     Raises:
-      ValueError: the file is of another format or damaged, or the folder holds no weights.
-      OSError: a file cannot be read.
+      ValueError: there is no such file, it cannot be read, is of another format or damaged, or
+        the folder holds no weights.
 
     Example:
       >>> read_tensors("weights.npz")
       Traceback (most recent call last):
       ...
-      ValueError: weights.npz: use a folder, or a file that ends with .safetensors, .pt, ...
+      ValueError: weights.npz: no such file or folder; use a folder, or a file that ends with ...
     """
     path = pathlib.Path(path)
     if path.is_dir():
@@ -39,19 +40,25 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         for part in _parts(path):
             found |= read_tensors(part)
         return found
-    if path.suffix == ".safetensors":
+    if path.suffix not in (".safetensors", *TORCH):
+        missing = "" if path.exists() else "no such file or folder; "
+        raise ValueError(f"{path}: {missing}{_RULE}")
+    try:
+        if path.suffix in TORCH:
+            return torch_archive.read_tensors(path)
         return safetensors_format.read(path)
-    if path.suffix in TORCH:
-        return torch_archive.read_tensors(path)
-    raise ValueError(
-        f"{path}: use a folder, or a file that ends with .safetensors, .pt, .pth or .bin"
-    )
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror or error}); {_RULE}") from error
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Reads ``config.json`` of a Hugging Face folder; ``None`` where there is none."""
+    """Reads ``config.json`` of a Hugging Face folder; ``None`` where there is none.
+
+    Raises:
+      ValueError: it cannot be read.
+    """
     path = pathlib.Path(path) / "config.json"
-    return json.loads(path.read_text()) if path.is_file() else None
+    return _read_json(path) if path.is_file() else None
 
 
 def write_tensors(
@@ -67,17 +74,41 @@ def write_tensors(
       config: of ``config.json`` in a folder.
 
     Raises:
-      ValueError: there is something at ``path``, or a folder cannot be written without a config.
+      ValueError: there is something at ``path``, it cannot be written, or it would be a folder and
+        there is no config.
     """
+    check_new(path)
     path = pathlib.Path(path)
-    if path.exists():
+    if path.suffix not in (".safetensors", *TORCH) and config is None:
+        raise ValueError(f"{path}: this model has no folder form; use .pth, .pt or .safetensors")
+    try:
+        _write(path, tensors, config)
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be written ({error.strerror or error}); give another name"
+        ) from error
+
+
+def check_new(path: str | os.PathLike[str]) -> None:
+    """Checks that a file or folder can be written under a name that is still free.
+
+    Raises:
+      ValueError: there is something at ``path``.
+
+    >>> check_new("/")
+    Traceback (most recent call last):
+    ...
+    ValueError: / exists; give another name or delete it
+    """
+    if pathlib.Path(path).exists():
         raise ValueError(f"{path} exists; give another name or delete it")
+
+
+def _write(path: pathlib.Path, tensors, config) -> None:
     if path.suffix == ".safetensors":
         safetensors_format.write(path, tensors)
     elif path.suffix in TORCH:
         torch_archive.write(path, tensors)
-    elif config is None:
-        raise ValueError(f"{path}: this model has no folder form; use .pth, .pt or .safetensors")
     else:
         draft = path.with_name(f".{path.name}.incomplete-{os.getpid()}")
         draft.mkdir(parents=True)
@@ -94,8 +125,28 @@ def _parts(folder: pathlib.Path) -> list[pathlib.Path]:
     for name in ("model.safetensors", "pytorch_model.bin"):
         index = folder / f"{name}.index.json"
         if index.is_file():
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            return [folder / part for part in names]
+            found = _read_json(index).get("weight_map")
+            if not isinstance(found, dict) or not found:
+                raise ValueError(f'{index} has no "weight_map" of tensors to files; fetch it again')
+            parts = [folder / part for part in sorted(set(found.values()))]
+            missing = [part.name for part in parts if not part.is_file()]
+            if missing:
+                raise ValueError(f"{index} names {missing[0]}, which is not there; fetch it too")
+            return parts
         if (folder / name).is_file():
             return [folder / name]
-    raise ValueError(f"{folder} holds neither model.safetensors nor pytorch_model.bin")
+    raise ValueError(
+        f"{folder} holds neither model.safetensors nor pytorch_model.bin nor an index; give "
+        "the folder that does, or the file itself"
+    )
+
+
+def _read_json(path: pathlib.Path) -> dict[str, Any]:
+    """Reads an object of a file."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as JSON ({error}); fetch it again") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is a JSON {type(found).__name__}, no object; fetch it again")
+    return found

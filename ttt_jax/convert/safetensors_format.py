@@ -62,6 +62,8 @@ def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
             header = json.loads(file.read(length))
         except ValueError as error:
             raise ValueError(f"{path}: the header is not JSON ({error})") from error
+    if not isinstance(header, dict):
+        raise ValueError(f"{path}: the header is a JSON {type(header).__name__}, no object")
     header.pop("__metadata__", None)
     data = np.memmap(path, np.uint8, "r", offset=8 + length) if size > 8 + length else b""
     return {name: _tensor(path, name, entry, data) for name, entry in header.items()}

@@ -4,10 +4,12 @@ A converted workdir is a run at step 0: evaluation and generation read it like a
 training goes on from its weights with a fresh optimizer at the beginning of the data.
 """
 
+import contextlib
 import dataclasses
 import os
 import pathlib
 import shutil
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -53,18 +55,23 @@ def import_weights(
 
     Raises:
       ValueError: a tensor does not fit; the message names it and both shapes. Or the
-        configuration breaks a rule, or ``workdir`` is not empty.
+        configuration breaks a rule, ``official`` cannot be read, or ``workdir`` is not empty or
+        cannot be written to.
     """
     target = pathlib.Path(workdir)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    workdirs.check_output("workdir", workdir)
+    if target.exists() and any(target.iterdir()):
         raise ValueError(f"workdir={str(workdir)!r} is not empty; give another --workdir")
     table = _table_of(config.model)
-    hyper = files.read_config(official)
+    with _named("--official", official):
+        hyper = files.read_config(official)
     if hyper is not None and table is lact_llm:
         for name, value in lact_llm.config_fields(hyper).items():
             setattr(config.model, name, value)
     config.validate()
-    params, buffers = load(config.model, files.read_tensors(official))
+    with _named("--official", official):
+        tensors = files.read_tensors(official)
+    params, buffers = load(config.model, tensors)
     state = _fresh_state(config, params, buffers)
     draft = target.with_name(f".{target.name}.incomplete-{os.getpid()}")
     draft.mkdir(parents=True)
@@ -100,18 +107,21 @@ def export_weights(
       How many tensors were written.
 
     Raises:
-      ValueError: the official code has no such model or the file exists.
+      ValueError: the official code has no such model, or the file exists or cannot be written.
       CheckpointError: ``workdir`` holds no readable checkpoint.
     """
     if dtype not in DTYPES:
         raise ValueError(f"{dtype=}: use one of {tuple(DTYPES)}")
+    with _named("--export", official):
+        files.check_new(official)
     loaded = checkpoint.load_arrays(workdir, step)
     model, hyper = loaded.config.model, None
     found = save(model, loaded.params, loaded.buffers)
     tensors = {name: array.astype(DTYPES[dtype]) for name, array in found.items()}
     if _table_of(model) is lact_llm:
         hyper = lact_llm.official_config(model) | {"torch_dtype": dtype}
-    files.write_tensors(official, tensors, hyper)
+    with _named("--export", official):
+        files.write_tensors(official, tensors, hyper)
     return len(tensors)
 
 
@@ -154,6 +164,17 @@ def save(model_config: Any, params: dict, buffers: dict) -> dict[str, np.ndarray
     parts = [unstack(part, shapes) for part, shapes in zip((params, buffers), like, strict=True)]
     merged = unflatten(dict(flatten(parts[0]) + flatten(parts[1])))
     return to_official(module.table(model_config), merged)
+
+
+@contextlib.contextmanager
+def _named(flag: str, path: str | os.PathLike[str]) -> Iterator[None]:
+    """Puts a flag before the message of an error with its path; the path must have a name."""
+    try:
+        if not str(path).strip():
+            raise ValueError("has no name (an unset shell variable?)")
+        yield
+    except ValueError as error:
+        raise ValueError(f"{flag}={path}: {error}") from error
 
 
 def _shapes(model_config: Any, scan_layers: bool) -> tuple[dict, dict]:

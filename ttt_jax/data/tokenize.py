@@ -44,8 +44,7 @@ def write_shards(
     if shard_tokens < 1:
         raise ValueError(f"shard_tokens={shard_tokens} must be at least 1")
     target = pathlib.Path(output).expanduser().absolute()
-    _check_output(target)
-    total, skipped = _check_documents(source, skip_empty)
+    _check_output(output, target)
     draft = target.with_name(f".{target.name}.incomplete-{os.getpid()}")
     try:
         draft.mkdir(parents=True)
@@ -56,6 +55,7 @@ def write_shards(
     writer = shards.ShardWriter(draft, tokenizer, shard_tokens)
     unknown = corpus.UnknownCounter(tokenizer)
     try:
+        total, skipped = _check_documents(source, skip_empty)
         for name, text in _progress(_with_text(source, skip_empty), "encoding", total):
             ids = corpus.encode(tokenizer, name, text)
             unknown.add(name, ids)
@@ -76,8 +76,10 @@ def leftovers(output: str | os.PathLike[str]) -> list[pathlib.Path]:
     return sorted(target.parent.glob(f".{target.name}.incomplete-*"))
 
 
-def _check_output(target: pathlib.Path) -> None:
-    """Raises ValueError if `target` is a file or holds anything."""
+def _check_output(output: str | os.PathLike[str], target: pathlib.Path) -> None:
+    """Raises ValueError if `output` has no name, is a file or holds anything."""
+    if not str(output).strip():
+        raise ValueError("output='' has no name (an unset shell variable?); give --output")
     if target.is_dir() and not any(target.iterdir()):
         return
     if target.exists():

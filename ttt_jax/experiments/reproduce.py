@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
+from ttt_jax import workdirs
 from ttt_jax.experiments import ablation, length, paradoxes, recall, throughput
 from ttt_jax.experiments.cells import Cell, Interrupted, Values, failures, run_cells
 from ttt_jax.experiments.report import Report
@@ -130,11 +131,13 @@ def main(options: Options, workdir: str | os.PathLike[str]) -> int:
       The exit code: 0; 1 if a cell failed; 128 + n if signal n ended a training.
 
     Raises:
-      ValueError: an unknown name, or a configuration that breaks a rule; nothing was run.
+      ValueError: an unknown name, a configuration that breaks a rule, or a workdir that cannot be
+        written to; nothing was run.
     """
     names, root = options.names(), pathlib.Path(workdir)
     plan = {name: EXPERIMENTS[name].cells(options) for name in names}
     unique = list({cell.folder(root): cell for cells in plan.values() for cell in cells}.values())
+    workdirs.check_output("workdir", workdir)
     root.mkdir(parents=True, exist_ok=True)
     if jax.config.jax_compilation_cache_dir is None:  # the seeds of a model share their programs
         jax.config.update("jax_compilation_cache_dir", str(root.resolve() / "compiled"))

@@ -9,6 +9,7 @@ of torchvision's VGG16 and of the channel weights that the authors published (lp
 """
 
 import os
+import zipfile
 from typing import NamedTuple
 
 import jax
@@ -52,10 +53,11 @@ def load_lpips(path: str | os.PathLike[str]) -> LPIPSWeights:
     >>> load_lpips("nowhere.npz")
     Traceback (most recent call last):
     ...
-    ValueError: nowhere.npz: no such file; ttt_jax.tasks.lpips says how to make it
+    ValueError: lpips_file='nowhere.npz': no such file; ttt_jax.tasks.lpips says how to make it
     """
     if not os.path.isfile(path):
-        raise ValueError(f"{path}: no such file; {__name__} says how to make it")
+        found = "is a folder, no .npz file" if os.path.isdir(path) else "no such file"
+        raise ValueError(f"lpips_file={str(path)!r}: {found}; {__name__} says how to make it")
     try:
         with np.load(path) as file:
             names = set(file.files)
@@ -68,8 +70,11 @@ def load_lpips(path: str | os.PathLike[str]) -> LPIPSWeights:
                 raise ValueError(f"it has no {missing[0]!r}")
             tensors = {name: np.asarray(file[name], np.float32) for name in wanted}
         return _arrange(tensors, linear)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is no file of LPIPS weights: {error}") from error
+    except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
+        raise ValueError(
+            f"lpips_file={str(path)!r} is no file of LPIPS weights ({error}); {__name__} says how "
+            "to make one"
+        ) from error
 
 
 def _arrange(tensors: dict[str, np.ndarray], linear: list[str]) -> LPIPSWeights:
