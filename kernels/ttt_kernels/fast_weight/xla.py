@@ -148,4 +148,5 @@ def gradients(
     else:
         value, errors = errors_of(gate_up, back, rates)
     d_w0, d_w2 = jnp.split(_outer(k, errors), 2, axis=-1)
-    return d_w0, _outer(value, error), d_w2
+    # As Newton-Schulz takes a tall matrix: XLA makes a pass of its own to turn one for it.
+    return d_w0, _outer(error, value).mT, d_w2
