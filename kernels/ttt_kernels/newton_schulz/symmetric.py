@@ -22,6 +22,7 @@ from ttt_kernels.newton_schulz.mosaic_gpu_step import BLOCK, Step
 
 TILE = 128
 STAGES = 6
+PAIRS = False
 
 
 def unsupported(x: jax.Array, iterations: int, dtype: jnp.dtype) -> str | None:
@@ -94,7 +95,9 @@ def _launch(name: str, factors, table=None, interpret=None):
         return (step,)
 
     down = rows // TILE
-    layout = Layout(TILE, TILE, down * (down + 1) // 2, STAGES, apart=True)
+    tiles = down * (down + 1) // 2
+    tiles += PAIRS * (tiles % 2)
+    layout = Layout(TILE, TILE, tiles, STAGES, apart=True, pairs=PAIRS)
     out_types = [jax.ShapeDtypeStruct((count, rows, rows), jnp.bfloat16)]
     arrays = [*factors, *([] if table is None else [table])]
     (made,) = mosaic_gpu_ring.launch(
