@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from numbers import Real
 
 import jax
 import jax.numpy as jnp
 
 from ttt_kernels import compat
-from ttt_kernels.arguments import check_array, floating_dtype
+from ttt_kernels.arguments import check_array, check_number, floating_dtype
 from ttt_kernels.choice import choose
 from ttt_kernels.newton_schulz import mosaic_gpu, mosaic_tpu, symmetric, xla
 
@@ -106,8 +105,7 @@ def check_settings(coefficients, eps: float) -> tuple[tuple[float, float, float]
     >>> check_settings([[3, -4, 2]], 0)
     ((3.0, -4.0, 2.0),)
     """
-    if not (isinstance(eps, Real) and math.isfinite(eps) and eps >= 0):
-        raise ValueError(f"{eps=}: newton_schulz adds a finite number >= 0 to norms, as 1e-7")
+    check_number("eps", eps, least=0)
     try:
         triples = tuple((float(a), float(b), float(c)) for a, b, c in coefficients)
     except (TypeError, ValueError):
