@@ -333,7 +333,7 @@ def normalise(
 ) -> dict[str, jax.Array]:
     """``W / (|W| + eps) · target`` of each matrix, column norms over the input axis."""
     norms = column_norms(weights)
-    return {n: w / (norms[n] + norm.eps) * targets[n] for n, w in weights.items()}
+    return {n: w * (targets[n] / (norms[n] + norm.eps)) for n, w in weights.items()}
 
 
 def column_norms(weights: dict[str, jax.Array]) -> dict[str, jax.Array]:
