@@ -16,6 +16,11 @@ from ttt_kernels.linear_attention import mosaic_gpu_registers as registers
 from ttt_kernels.linear_attention.mosaic_gpu_decay import WIPE
 from ttt_kernels.linear_attention.tiling import BLOCK, COMPUTE_WARPGROUPS, Tiling, blocks
 
+_DECAY_HEADS = 8
+"""Heads whose log decays are copied together: the fewest columns of a tile in registers."""
+_DECAY_TILE = (8, 4)
+"""How they lie in shared memory: 16 bytes, the copy engine's least, of 8 tokens."""
+
 
 def summaries(
     k: jax.Array,
@@ -46,6 +51,10 @@ def summaries(
     """
     plgpu = compat.mosaic_gpu()
     batch, length, heads, key_dim = k.shape
+    if weights.log_decay is not None:
+        extra = max(_DECAY_HEADS - heads, -heads % _DECAY_TILE[1])
+        log_decay = jnp.pad(weights.log_decay, ((0, 0), (0, 0), (0, extra)))
+        weights = weights._replace(log_decay=log_decay)
     plan = common.Plan.of(tiling, k, weights, reverse)
     groups, columns = tiling.heads_per_cta, tiling.columns
     stages = max(tiling.stages, 4 if key_dim <= 128 else 2)
@@ -64,9 +73,14 @@ def summaries(
     shape = (batch, heads, tiling.segments - 1)
     out_type = [jax.ShapeDtypeStruct((*shape, key_dim, v.shape[-1]), jnp.float32)]
     if plan.decay:
-        scratch.append(common.tile(tiling, *slots))
-        scratch.append(plgpu.Barrier(num_arrivals=1, num_barriers=stages))
-        scratch.append(plgpu.SMEM((2, groups, BLOCK), jnp.float32))
+        scratch += [
+            plgpu.SMEM((stages, BLOCK, _DECAY_HEADS), jnp.float32,
+                       transforms=(plgpu.TilingTransform(_DECAY_TILE),)),
+            plgpu.Barrier(num_arrivals=1, num_barriers=stages),
+            plgpu.SMEM((2, groups, BLOCK), jnp.float32),
+            common.tile(tiling, *slots),
+            plgpu.Barrier(num_arrivals=1, num_barriers=stages),
+        ]
         out_type.append(jax.ShapeDtypeStruct((*shape, BLOCK), jnp.float32))
     keeps_sums = plan.decay and not reverse
     if keeps_sums:
@@ -87,9 +101,11 @@ def summaries(
 class _Weighing(NamedTuple):
     """What the weighing warpgroup makes and keeps."""
 
+    decays: object  # log decays as they lie in memory, one slot a stage, [64, 8]
+    decays_full: object
+    scratch: object  # log decays along time, of even and of odd steps, [2, heads, 64]
     weighted: object  # values with the decay to the segment's edge, one slot a stage
     ready: object  # barrier: the weighted values are there
-    scratch: object  # log decays of this step and of the next, [2, heads, 64]
     factors: object  # outputs of the kernel, see `summaries`
     sums: object  # None in reverse
 
@@ -103,6 +119,11 @@ class _Place(NamedTuple):
     batch: object
 
 
+def _first_near(head):
+    """The first of the heads whose log decays are copied together with this one's."""
+    return lax.div(head, jnp.int32(_DECAY_HEADS)) * _DECAY_HEADS
+
+
 def _summaries_body(plan: common.Plan, stages: int, refs) -> None:
     """The kernel: the loops of memory, weighing (with decays) and compute warpgroups."""
     plgpu = compat.mosaic_gpu()
@@ -111,31 +132,38 @@ def _summaries_body(plan: common.Plan, stages: int, refs) -> None:
     factors_ref = rest.pop(0) if plan.decay else None
     sums_ref = rest.pop(0) if plan.decay and not plan.reverse else None
     ks, vs, full, free, *rest = rest
+    weighing = _Weighing(*rest, factors_ref, sums_ref) if plan.decay else None
     place = _Place(*(lax.axis_index(name) for name in _Place._fields))
     slab, group, segment, b = place
     w = lax.axis_index("warpgroup")
     first, count = plan.segment_blocks(segment + (1 if plan.reverse else 0))
     # The last segment of all has no summary, but may have sums of log decays to be made.
     summed = segment < plan.tiling.segments - 1
-    loaded = lax.select(summed, count, jnp.int32(0))
     # Against the order of the output kernel, whose first blocks are then still in the L2.
     order = common.forwards if plan.reverse else common.backwards
 
     @pl.when(w == COMPUTE_WARPGROUPS + plan.decay)
     def _():
         def copies(slot, token, barrier):
-            common.copy_keys(plan, k_ref, ks, slot, b, group, token, barrier)
-            common.copy_values(plan, v_ref, vs, slot, b, group, slab, token, barrier)
+            @pl.when(summed)
+            def _():
+                common.copy_keys(plan, k_ref, ks, slot, b, group, token, barrier)
+                common.copy_values(plan, v_ref, vs, slot, b, group, slab, token, barrier)
 
-        common.load_blocks(plan, copies, full, free, first, loaded, order)
+            if plan.decay:
+                near = _first_near(plan.head(group, 0))
+                source = weights.log_decay.at[b, pl.ds(token, BLOCK), pl.ds(near, _DECAY_HEADS)]
+                arrived = weighing.decays_full.at[slot]
+                plgpu.copy_gmem_to_smem(source, weighing.decays.at[slot], arrived)
+
+        common.load_blocks(plan, copies, full, free, first, count, order)
 
     if plan.decay:
-        weighing = _Weighing(*rest, factors_ref, sums_ref)
-
         @pl.when(w == COMPUTE_WARPGROUPS)
         def _():
             plgpu.set_max_registers(common.HELPER_REGISTERS, action="decrease")
-            _weigh(plan, weighing, weights, (ks, vs, full), place, first, count, order, summed)
+            ring = (ks, vs, full, free)
+            _weigh(plan, weighing, weights, ring, place, first, count, order, summed)
 
     @pl.when((w < COMPUTE_WARPGROUPS) & summed)
     def _():
@@ -166,50 +194,64 @@ def _weigh(plan, weighing: _Weighing, weights, ring, place: _Place, first, count
     """The weighing warpgroup: weights the values of a segment with their decay to its edge.
 
     What lies between a block and the edge is carried along. Unless `summed`, the segment needs no
-    summary and only its sums of log decays are made. `ring` holds k, v and their barrier.
+    summary and only its sums of log decays are made. `ring` holds k, v and their barriers.
     """
     plgpu = compat.mosaic_gpu()
     slab, group, segment, b = place
-    ks, vs, full = ring
+    ks, vs, full, free = ring
     heads = range(plan.tiling.heads_per_cta)
 
     def block_of(i):
         return first + order(i, count)
 
-    def fetch(i):
-        """Reads the log decays of step `i`, to be put into their half of the scratch."""
-        tokens = pl.ds(block_of(lax.min(i, count - 1)) * BLOCK, BLOCK)
-        return [registers.load_vector(weights.log_decay.at[b, tokens, plan.head(group, g)], 1)
-                for g in heads]
+    def slot_of(i):
+        return lax.rem(i, jnp.int32(vs.shape[0]))
 
-    def put(i, decays):
-        for g in heads:
-            weighing.scratch.at[lax.rem(i, jnp.int32(2)), g][...] = jnp.maximum(decays[g], WIPE)
-        plgpu.commit_smem()
+    def half_of(i):
+        return weighing.scratch.at[lax.rem(i, jnp.int32(2))]
 
-    def make_sums(i, block):
-        tokens = pl.ds(block * BLOCK, BLOCK)
-        sums = []
+    def put(i):
+        """Writes step `i`'s log decays along time; `commit_smem` is the caller's."""
+        plgpu.barrier_wait(weighing.decays_full.at[slot_of(i)])
+        near = compat.load(weighing.decays.at[slot_of(i)], layout=plgpu.Layout.WGMMA,
+                           optimized=False)
+        column = plgpu.broadcasted_iota(jnp.int32, near.shape, 1, layout=plgpu.Layout.WGMMA)
         for g in heads:
-            half = weighing.scratch.at[lax.rem(i, jnp.int32(2)), g]
-            sums.append(registers.running_sums(registers.load_vector(half, 0)))
+            head = plan.head(group, g)
+            own = jnp.where(column == head - _first_near(head), near, 0.0)
+            half_of(i).at[g][...] = jnp.maximum(jnp.sum(own, axis=1), WIPE)
+
+    def put_next(i):
+        @pl.when(i + 1 < count)
+        def _():
+            put(i + 1)
+
+    def sums_of(i):
+        return tuple(registers.running_sums(registers.load_vector(half_of(i).at[g], 0))
+                     for g in heads)
+
+    def keep(block, sums):
         if weighing.sums is not None:
             @pl.when(slab == 0)
             def _():
                 for g in heads:
+                    tokens = pl.ds(block * BLOCK, BLOCK)
                     weighing.sums[b, plan.head(group, g), tokens] = sums[g][0]
-        return sums
 
-    def only_sums(i, block, padded, carry):
-        ahead = fetch(i + 1)
-        make_sums(i, block)
-        put(i + 1, ahead)
-        return carry
+    # A step's sums are made at the end of the step before, so that one commit a step is enough.
+    def only_sums(i, block, padded, sums):
+        put_next(i)
+        keep(block, sums)
+        plgpu.commit_smem()
+        for _ in range(COMPUTE_WARPGROUPS):  # which have no part in this segment
+            plgpu.barrier_arrive(free.at[slot_of(i)])
+        return sums_of(i + 1)
 
-    def weigh_block(i, block, padded, passed):
-        slot = lax.rem(i, jnp.int32(vs.shape[0]))
-        ahead = fetch(i + 1)
-        sums = make_sums(i, block)
+    def weigh_block(i, block, padded, carry):
+        passed, sums = carry
+        slot = slot_of(i)
+        put_next(i)
+        keep(block, sums)
         plgpu.barrier_wait(full.at[slot])
         if plan.documents:
             tiles = [ks.at[slot, g] for g in heads]
@@ -222,17 +264,20 @@ def _weigh(plan, weighing: _Weighing, weights, ring, place: _Place, first, count
                 registers.weigh_values(vs.at[slot, w], factors, weighing.weighted.at[slot, w])
         plgpu.commit_smem()
         plgpu.barrier_arrive(weighing.ready.at[slot])
-        put(i + 1, ahead)  # behind the arrival: it waits for the global memory
-        return tuple(x + before + behind
-                     for x, (before, behind) in zip(passed, sums, strict=True))
+        passed = tuple(x + before + behind
+                       for x, (before, behind) in zip(passed, sums, strict=True))
+        return passed, sums_of(i + 1)
 
     load = functools.partial(common.is_padded, weights, b)
-    put(jnp.int32(0), fetch(jnp.int32(0)))
+    put(jnp.int32(0))
+    plgpu.commit_smem()
+    first_sums = sums_of(jnp.int32(0))
 
     @pl.when(summed)
     def _():
         nothing = plgpu.layout_cast(jnp.zeros((BLOCK,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
-        passed = common.walk(count, block_of, load, weigh_block, (nothing,) * len(heads))
+        start = ((nothing,) * len(heads), first_sums)
+        passed, _ = common.walk(count, block_of, load, weigh_block, start)
 
         @pl.when(slab == 0)
         def _():
@@ -242,4 +287,4 @@ def _weigh(plan, weighing: _Weighing, weights, ring, place: _Place, first, count
     if weighing.sums is not None:
         @pl.when(~summed)
         def _():
-            common.walk(count, block_of, load, only_sums)
+            common.walk(count, block_of, load, only_sums, first_sums)
