@@ -208,6 +208,8 @@ def test_choice_and_refusals(monkeypatch):
     assert "newton_schulz_forward" in lowered(orthogonalise, (1, 64, 64))
     assert "mosaic_gpu" not in lowered(functools.partial(newton_schulz, dtype=jnp.float32),
                                        (1, 64, 64))
+    assert "newton_schulz_gram" in lowered(orthogonalise, (6, 768, 832))
+    assert "mosaic_gpu" not in lowered(orthogonalise, (5, 768, 832))  # too few tiles
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from ttt_kernels.newton_schulz.mosaic_gpu_step import BLOCK, Step
 TILE = 128
 STAGES = 6
 PAIRS = False
+FEWEST_TILES = 120  # timed: 126, those of six matrices of 768 rows
 
 
 def unsupported(x: jax.Array, iterations: int, dtype: jnp.dtype) -> str | None:
@@ -31,6 +32,14 @@ def unsupported(x: jax.Array, iterations: int, dtype: jnp.dtype) -> str | None:
         return f"dtype={dtype}: the products of the kernels are bfloat16"
     if min(x.shape[-2:]) % TILE or max(x.shape[-2:]) % BLOCK or x.size == 0:
         return f"matrices of {x.shape[-2:]}: the smaller side must be a multiple of {TILE}"
+    return None
+
+
+def untimed(x: jax.Array) -> str | None:
+    """Why the kernels are taken by name alone, or None."""
+    tiles = _tiles(min(x.shape[-2:])) * (x.size // (x.shape[-2] * x.shape[-1]))
+    if tiles < FEWEST_TILES:
+        return f"{tiles} tiles of symmetric results; below {FEWEST_TILES} nothing has been timed"
     return None
 
 
@@ -71,6 +80,12 @@ class Kernels(xla.Products):
         return _launch("newton_schulz_gram_gradient", (outer, gram), table, self.interpret)
 
 
+def _tiles(rows: int) -> int:
+    """Tiles of a symmetric result that are computed."""
+    down = rows // TILE
+    return down * (down + 1) // 2
+
+
 def _table(triple) -> jax.Array:
     return jnp.asarray(triple, jnp.float32)
 
@@ -94,8 +109,7 @@ def _launch(name: str, factors, table=None, interpret=None):
             )
         return (step,)
 
-    down = rows // TILE
-    tiles = down * (down + 1) // 2
+    tiles = _tiles(rows)
     tiles += PAIRS * (tiles % 2)
     layout = Layout(TILE, TILE, tiles, STAGES, apart=True, pairs=PAIRS)
     out_types = [jax.ShapeDtypeStruct((count, rows, rows), jnp.bfloat16)]
