@@ -33,6 +33,8 @@ CASES = {
     "bfloat16": dict(shape=(20, 256, 256), dtype=jnp.bfloat16),
     "Muon's triple": dict(shape=(12, 384, 384), coefficients=MUON_COEFFICIENTS),
     "scattered": dict(shape=(20, 128, 128), between=True),
+    "wider than one launch": dict(shape=(6, 768, 1536), form="symmetric"),
+    "symmetric, tall": dict(shape=(3, 320, 256), form="symmetric"),
 }  # fmt: skip
 
 
@@ -58,8 +60,11 @@ def test_newton_schulz(case, way):
         return dict(alone=run(x), y=y, dx=dx)
 
     given = hopper.scattered(x) if between else x
-    options = dict(dtype=jnp.bfloat16, implementation=hopper.implementation(way))
-    names = {"newton_schulz_forward", "newton_schulz_backward"}
+    form, steps = case.get("form", "mosaic_gpu"), ("forward", "backward")
+    if form == "symmetric":
+        steps = ("gram", "polynomial", "outer", "gram_gradient")
+    options = dict(dtype=jnp.bfloat16, implementation=hopper.implementation(way, form))
+    names = {f"newton_schulz_{step}" for step in steps}
     got = hopper.run(way, functools.partial(results, **options), given, cotangent, kernels=names)
     if got is None:
         return
@@ -91,6 +96,8 @@ def test_the_cases_have_every_layout():
 
     taken = []
     for case in CASES.values():
+        if "form" in case:
+            continue
         *count, rows, columns = case["shape"]
         rows, columns = sorted(-(-size // BLOCK) * BLOCK for size in (rows, columns))
         number = functools.reduce(lambda a, b: a * b, count)
