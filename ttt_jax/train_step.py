@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ttt_jax import models, optim, sharding
 from ttt_jax.config import OptimizerConfig
 from ttt_jax.objective import Batch, Loss
+from ttt_kernels import compat
 
 Metrics = dict[str, jax.Array]
 
@@ -306,4 +307,9 @@ def make_train_step(
         return new_state, metrics
 
     replicated = NamedSharding(trainee.mesh, PartitionSpec())
-    return jax.jit(train_step, donate_argnums=0, out_shardings=(trainee.shardings, replicated))
+    return jax.jit(
+        train_step,
+        donate_argnums=0,
+        out_shardings=(trainee.shardings, replicated),
+        compiler_options=compat.program_options(),
+    )

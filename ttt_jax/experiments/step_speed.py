@@ -25,6 +25,7 @@ from ttt_jax import config_files, metrics, sharding
 from ttt_jax.config import Config
 from ttt_jax.tasks import Task, make_task
 from ttt_jax.train_step import TrainState, init_state, make_train_step, make_trainee
+from ttt_kernels import compat
 
 _CONFIG = config_flags.DEFINE_config_file("config", help_string="configs/NAME.py:size")
 _STEPS = flags.DEFINE_integer("steps", 10, "calls in each of five timed windows", lower_bound=1)
@@ -116,8 +117,9 @@ def measure(config: Config, steps: int) -> list[Row]:
         )
         flops = task.flops_per_step(nnx.merge(trainee.graphdef, state.params, state.buffers))
         rows = []
-        for what, step, passes in (("forward", jax.jit(forward, donate_argnums=0), 1),
-                                   ("train", train, 3)):  # fmt: skip
+        options = compat.program_options()
+        evaluate = jax.jit(forward, donate_argnums=0, compiler_options=options)
+        for what, step, passes in (("forward", evaluate, 1), ("train", train, 3)):
             state, count, seconds, compiling = _time(step, state, placed, steps)
             median = statistics.median(seconds)
             memory = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", np.nan)
