@@ -16,9 +16,9 @@ import numpy as np
 
 from configs import lact_nvs, vittt
 from tests.tolerances import relative_error
-from ttt_jax import checkpoint, sharding, train_step
+from ttt_jax import checkpoint, sharding, train_step, workdirs
 from ttt_jax.compile_check import hlo
-from ttt_jax.config import Config, OptimizerConfig
+from ttt_jax.config import Config, OptimizerConfig, TrainConfig
 from ttt_jax.models import lact_llm
 from ttt_jax.objective import make_token_loss
 from ttt_jax.tasks import make_task
@@ -100,7 +100,8 @@ class Run:
     def __init__(self, setup, **sizes):
         devices = jax.devices() if sizes else jax.devices()[:1]
         self.mesh = sharding.make_mesh(**sizes, devices=devices)
-        self.loss, options = setup.loss, OptimizerConfig(warmup_steps=0)
+        self.model, self.loss = setup.model, setup.loss
+        options = OptimizerConfig(warmup_steps=0)
         self.whole = train_step.make_trainee(setup.model, options, 10, self.mesh)
         rows = sharding.batch_sharding(self.mesh, _ROWS // 2, setup.rows)
         self.batch = sharding.place_batch(setup.batch, rows)
@@ -179,6 +180,15 @@ def gathered_activations(text, params):
     return found
 
 
+def begins_with(run, workdir, state):
+    """Whether a new run on another mesh, or the same one, takes the parameters as they are."""
+    config = Config(model=run.model, train=TrainConfig(init_from=workdir))
+    new = checkpoint.new_state(run.whole, 1, checkpoint.find_initial(config, run.whole))
+    pairs = zip(jax.tree.leaves(new.params), jax.tree.leaves(state.params), strict=True)
+    placed = jax.tree.map(lambda x: x.sharding, new.params) == run.whole.shardings.params
+    return placed and not int(new.step) and all(np.array_equal(a, b) for a, b in pairs)
+
+
 def main(workdir: str, name: str, meshes: list[str]) -> None:
     """Compares the meshes with one device, and checkpoints across meshes."""
     setup, result = make_setup(name), {"meshes": {}}
@@ -201,6 +211,7 @@ def main(workdir: str, name: str, meshes: list[str]) -> None:
     checkpoints = checkpoint.Checkpoints(workdir, keep=2)
     checkpoints.save(2, state, Position(), Config(model=setup.model))
     checkpoints.close()
+    workdirs.write_config(workdir, Config(model=setup.model))
     restored = one.restore(workdir)
     pairs = zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True)
     next_losses = one.gradient(restored)[0], run.gradient(state)[0]
@@ -208,6 +219,7 @@ def main(workdir: str, name: str, meshes: list[str]) -> None:
         "first loss": relative_error(losses[0], loss),
         "compiles": run.step._cache_size(),
         "restored": all(np.array_equal(a, b) for a, b in pairs),
+        "begun with": all(begins_with(other, workdir, state) for other in (one, run)),
         "next loss": relative_error(*next_losses),
     }
     print(json.dumps(result))

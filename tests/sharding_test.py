@@ -69,7 +69,7 @@ def _assert_parameters_are_cut_and_activations_stay(result, log):
 
 def _assert_a_trainer_compiles_once_and_its_checkpoint_goes_on_on_one_device(trained):
     assert trained["compiles"] == 1
-    assert trained["restored"]
+    assert trained["restored"] and trained["begun with"]
     assert trained["first loss"] <= tolerance(jnp.float32, 16 * 24)
     assert trained["next loss"] <= 1e-6
 

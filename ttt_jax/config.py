@@ -128,6 +128,9 @@ class TrainConfig:
     Attributes:
       steps: optimizer steps, skipped non-finite ones included; 0 writes the initial checkpoint.
       seed: seed of the initial parameters.
+      init_from: WORKDIR or WORKDIR/STEP of another run, or of launch/convert.py, whose parameters a
+        new run begins with (their moving average where that run kept one), instead of drawn ones;
+        optimizer, data and schedule begin afresh. Read once: a resumed run does not need it.
       accumulation_steps: parts into which a batch is cut; the result is that of the whole batch.
       loss_chunk: positions of each row whose logits exist at one time.
       log_every: steps between two progress lines.
@@ -146,6 +149,7 @@ class TrainConfig:
 
     steps: int = 1000
     seed: int = 0
+    init_from: str = ""
     accumulation_steps: int = 1
     loss_chunk: int = 1024
     log_every: int = 10
@@ -168,6 +172,8 @@ class TrainConfig:
             "profile_steps",
         ):
             check_count(f"train.{name}", getattr(self, name), 0)
+        known = isinstance(self.init_from, str)
+        check(known, "train.init_from", self.init_from, "must be a path, or empty for none")
         for name in ("accumulation_steps", "loss_chunk", "log_every", "save_every"):
             check_count(f"train.{name}", getattr(self, name), 1)
         check_number("train.ema_decay", self.ema_decay, "[0, 1)")

@@ -21,7 +21,7 @@ from ttt_jax import checkpoint, evaluate, metrics, optim, processes, progress, s
 from ttt_jax import config as config_lib
 from ttt_jax.metrics import note
 from ttt_jax.tasks import Result, Task, make_task
-from ttt_jax.train_step import Trainee, TrainState, init_state, make_train_step, make_trainee
+from ttt_jax.train_step import Trainee, TrainState, make_train_step, make_trainee
 
 EXIT_NOT_FINITE = 3
 
@@ -56,8 +56,8 @@ def main(config: Any, workdir: str | os.PathLike[str]) -> int:
       The process's exit code, see the head of this module.
 
     Raises:
-      ValueError: the configuration breaks a rule, or is another one in another process; nothing
-        was written.
+      ValueError: the configuration breaks a rule, or is another one in another process, or
+        `config.train.init_from` is of another model; nothing was written.
       CheckpointError: `workdir` cannot be used, or a checkpoint could not be written.
     """
     # ------------------------------------------------------------------ configuration
@@ -91,13 +91,18 @@ def main(config: Any, workdir: str | os.PathLike[str]) -> int:
     note(f"Model: {name}; parameters by optimizer rule:")
     note(optim.describe_rules(trainee.names, params, config.optimizer))
 
+    initial = None
+    if not workdirs.holds_checkpoints(workdir):  # else what it holds goes on
+        initial = checkpoint.find_initial(config, trainee)
+
     with workdirs.alone_in(workdir):
         # ------------------------------------------------------------------ state: resumed or new
         checkpoints = checkpoint.Checkpoints(workdir, config.train.keep)
         state = checkpoints.restore(trainee.abstract, train_batches)
         if state is None:
-            state = init_state(trainee, config.train.seed)
-            note(f"A new run in {workdir}")
+            initial = initial or checkpoint.find_initial(config, trainee)
+            state = checkpoint.new_state(trainee, config.train.seed, initial)
+            note(f"A new run in {workdir}" + (f", from the {initial}" if initial else ""))
         else:
             note(f"Resuming at step {int(state.step)} of {config.train.steps} in {workdir}")
         if processes.is_first():

@@ -53,6 +53,15 @@ def read_config(workdir: str | os.PathLike[str]) -> Any:
         raise CheckpointError(f"{path} cannot be read as a configuration: {error}") from error
 
 
+def holds_checkpoints(workdir: str | os.PathLike[str]) -> bool:
+    """Says whether a run has saved a state in `workdir`, without reading it.
+
+    >>> holds_checkpoints("/no/such/folder")
+    False
+    """
+    return any(path.name.isdigit() for path in pathlib.Path(workdir).glob("checkpoints/*"))
+
+
 def check_workdir(workdir: str | os.PathLike[str], config: Any) -> None:
     """Checks that a run of `config` may start or go on in `workdir`; makes no folder that stays.
 
@@ -74,7 +83,7 @@ def check_workdir(workdir: str | os.PathLike[str], config: Any) -> None:
         raise CheckpointError(f"workdir={str(workdir)!r} {problem}; give another --workdir")
     found = read_config(workdir)
     if found is None:
-        if any(folder.glob("checkpoints/[0-9]*")):
+        if holds_checkpoints(workdir):
             raise CheckpointError(
                 f"workdir={str(workdir)!r} holds checkpoints and no config.json that says of what; "
                 "put the file back, or give another --workdir"

@@ -24,12 +24,26 @@ def leaf_table(tree: Any) -> dict[str, list[Any]]:
     }
 
 
-def check_leaves(saved: dict[str, Any], wanted: dict[str, Any], path: pathlib.Path) -> None:
-    """Raises ValueError naming the first leaf whose shape or dtype differs or that is missing."""
+def check_leaves(
+    saved: dict[str, Any],
+    wanted: dict[str, Any],
+    path: pathlib.Path,
+    advice: str = "resume with the configuration that wrote it",
+) -> None:
+    """Checks that a checkpoint's leaves are those that are wanted.
+
+    Args:
+      saved, wanted: of `leaf_table`; saved ones that are not wanted are passed over.
+      path: of the checkpoint.
+      advice: the way out.
+
+    Raises:
+      ValueError: names the first leaf whose shape or dtype differs or that is missing.
+    """
     for name, want in wanted.items():
         have = saved.get(name)
         if have != want:
             raise ValueError(
                 f"checkpoint {path}: {name} is {have or 'missing'} there and {want} in this run "
-                "(shape, dtype); resume with the configuration that wrote it"
+                f"(shape, dtype); {advice}"
             )

@@ -192,21 +192,39 @@ class Checkpoints:
                 return found, found.pop("metadata"), candidate
         raise CheckpointError(f"{self._folder} holds no readable checkpoint (steps {steps})")
 
+    def leaves(self, step: int) -> dict[str, list[Any]]:
+        """Returns the `leaf_table` of a step's state, without reading the state.
+
+        Raises:
+          CheckpointError: there is no such checkpoint, or it cannot be read.
+        """
+        if step not in self.steps():
+            raise CheckpointError(f"step={step}: {self._folder} holds the steps {self.steps()}")
+        if (metadata := self._read_metadata(step)) is None:
+            raise CheckpointError(f"{self._folder / str(step)} cannot be read; name another step")
+        return metadata["leaves"]
+
     def _try_load(self, step: int, parts: dict[str, Any], abstract: Any) -> dict[str, Any] | None:
         """Loads `parts` and the metadata of a step; None with a warning if it is not whole."""
-        path = self._folder / str(step)
-        try:
-            metadata = json.loads((path / "_CHECKPOINT_METADATA").read_text())["custom_metadata"]
-            saved = metadata["leaves"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            logger.warning("checkpoint %s is not whole and is passed over: %s", path, error)
+        if (metadata := self._read_metadata(step)) is None:
             return None
-        check_leaves(saved, leaf_table(abstract), path)
+        path = self._folder / str(step)
+        check_leaves(metadata["leaves"], leaf_table(abstract), path)
         try:
             return self._checkpointer.load_checkpointables(step, parts) | {"metadata": metadata}
         except Exception as error:  # Orbax raises many kinds for a file that is missing or cut
             cause = str(error).splitlines()[0][:300]
             logger.warning("checkpoint %s is not whole and is passed over: %s", path, cause)
+            return None
+
+    def _read_metadata(self, step: int) -> dict[str, Any] | None:
+        """What `save` wrote beside a state; None with a warning if it cannot be read."""
+        path = self._folder / str(step)
+        try:
+            metadata = json.loads((path / "_CHECKPOINT_METADATA").read_text())["custom_metadata"]
+            return metadata | {"leaves": metadata["leaves"]}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.warning("checkpoint %s is not whole and is passed over: %s", path, error)
             return None
 
     def _set_aside(self, steps: list[int], broken: pathlib.Path) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -24,7 +23,7 @@ from ttt_jax.models.h_vittt import HViTTTConfig
 from ttt_jax.models.lact_llm import LactLLMConfig
 from ttt_jax.models.lact_nvs import LactNVSConfig
 from ttt_jax.models.vittt import ViTTTConfig
-from ttt_jax.train_step import Trainee, TrainState, abstract_params, init_state, make_trainee
+from ttt_jax.train_step import abstract_params, make_trainee
 
 DTYPES = {
     "float32": np.dtype(np.float32),
@@ -72,7 +71,10 @@ def import_weights(
     with _named("--official", official):
         tensors = files.read_tensors(official)
     params, buffers = load(config.model, tensors)
-    state = _fresh_state(config, params, buffers)
+    averaged = config.train.ema_decay > 0
+    parts = (config.model, config.optimizer, config.train.steps, sharding.make_mesh())
+    trainee = make_trainee(*parts, averaged=averaged)
+    state = checkpoint.new_state(trainee, config.train.seed, (params, buffers))
     draft = target.with_name(f".{target.name}.incomplete-{os.getpid()}")
     draft.mkdir(parents=True)
     try:
@@ -199,21 +201,3 @@ class _Beginning:
 
     def get_state(self) -> None:
         """The position before the first batch."""
-
-
-def _fresh_state(config: Any, params: dict, buffers: dict) -> TrainState:
-    """The state of a run at step 0 with these arrays."""
-    trainee: Trainee = make_trainee(
-        config.model,
-        config.optimizer,
-        config.train.steps,
-        sharding.make_mesh(),
-        averaged=config.train.ema_decay > 0,
-    )
-    placed = jax.device_put(params, trainee.shardings.params)
-    # The optimizer's fresh state does not depend on the parameters' values.
-    return init_state(trainee, config.train.seed)._replace(
-        params=placed,
-        buffers=jax.device_put(buffers, trainee.shardings.buffers),
-        average=jax.tree.map(jnp.copy, placed) if config.train.ema_decay > 0 else {},
-    )
