@@ -47,7 +47,7 @@ def test_shards_are_the_corpus_in_memory(source, folder):
     assert {name: metadata[name] for name in expected} == expected
     assert len(metadata["shards"]) == 3  # five records of 8192, two a file
     assert {p.name for p in folder.iterdir()} == {*metadata["shards"], "metadata.json",
-                                                  "documents.npy"}  # fmt: skip
+                                                  "documents.npy", "hashes.npy"}  # fmt: skip
 
 
 def test_any_range_of_the_stream(source, folder):

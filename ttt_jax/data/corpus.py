@@ -26,11 +26,13 @@ class Corpus:
       offsets: int64 [documents + 1], where each begins and ends; each has 2 tokens or more.
       hash: sha256 over the ids and the bounds, the same for the same documents in memory and in
         shards.
+      hashes: uint64 [documents], `shards.hash_document` of each, or 0 where it is not known.
     """
 
     tokens: Any
     offsets: np.ndarray
     hash: str
+    hashes: np.ndarray
 
 
 def load(source: str, tokenizer: Tokenizer) -> Corpus:
@@ -55,7 +57,8 @@ def load(source: str, tokenizer: Tokenizer) -> Corpus:
         folder = pathlib.Path(source).expanduser()
         metadata = shards.read_metadata(folder, tokenizer)
         offsets = shards.read_bounds(folder, metadata)
-        return Corpus(shards.ShardTokens(folder, metadata), offsets, metadata["hash"])
+        hashes = shards.read_hashes(folder, metadata)
+        return Corpus(shards.ShardTokens(folder, metadata), offsets, metadata["hash"], hashes)
     key = (source, sources.file_stamps(source), tokenizer.fingerprint)
     if key not in _cache:
         if len(_cache) >= 2:
@@ -175,13 +178,14 @@ def split(corpus: Corpus, eval_fraction: float) -> tuple[np.ndarray, np.ndarray,
 
 
 def _encode_source(source: str, tokenizer: Tokenizer) -> Corpus:
-    parts, unknown = [], UnknownCounter(tokenizer)
+    parts, hashes, unknown = [], [], UnknownCounter(tokenizer)
     small = np.uint16 if tokenizer.vocab_size <= 2**16 else np.int32
     digest = hashlib.sha256()
     for name, text in sources.read_documents(source):
         ids = encode(tokenizer, name, text)
         unknown.add(name, ids)
         digest.update(np.ascontiguousarray(ids, "<i4"))
+        hashes.append(shards.hash_document(ids))
         parts.append(ids.astype(small))
     unknown.report()
     offsets = np.zeros(len(parts) + 1, np.int64)
@@ -192,4 +196,5 @@ def _encode_source(source: str, tokenizer: Tokenizer) -> Corpus:
             "source=%r holds %d tokens in memory; launch/tokenize_text.py makes shards of it that "
             "need none", source, offsets[-1],
         )  # fmt: skip
-    return Corpus(np.concatenate([np.zeros(0, small), *parts]), offsets, digest.hexdigest())
+    tokens = np.concatenate([np.zeros(0, small), *parts])
+    return Corpus(tokens, offsets, digest.hexdigest(), np.array(hashes, np.uint64))

@@ -15,6 +15,7 @@ from ttt_jax.data import idx, tfds_builders
 from ttt_jax.data.image_decode import decode
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+_MANY = 20_000  # files, which are not looked at one by one when a run starts
 _TRAIN, _HELD_OUT = ("train", "training"), ("val", "validation", "valid", "test")
 
 
@@ -38,6 +39,12 @@ class ImageSet(Protocol):
         Raises:
           UnreadableImage: this image is damaged.
         """
+
+    def sizes(self) -> np.ndarray | None:
+        """Returns the bytes of each image, int64 [n]; None where they are not to be had at once."""
+
+    def content(self, index: int) -> tuple[str, bytes]:
+        """Returns (the image's name, its bytes as they are stored); where `sizes` is not None."""
 
 
 class ArraySet:
@@ -68,6 +75,14 @@ class ArraySet:
     def read(self, index: int) -> tuple[Image.Image, int]:
         """See `ImageSet.read`."""
         return Image.fromarray(self.images[index]).convert("RGB"), int(self.labels[index])
+
+    def sizes(self) -> np.ndarray:
+        """See `ImageSet.sizes`."""
+        return np.full(len(self), self.images[:1].nbytes)
+
+    def content(self, index: int) -> tuple[str, bytes]:
+        """See `ImageSet.content`."""
+        return f"image {index}", self.images[index].tobytes()
 
 
 class FolderSet:
@@ -120,6 +135,17 @@ class FolderSet:
         path = self._folder / self._files[index]
         return decode(path, str(path)), int(self._labels[index])
 
+    def sizes(self) -> np.ndarray | None:
+        """See `ImageSet.sizes`; None where there are more than 20,000 files to look at."""
+        if len(self) > _MANY:
+            return None
+        return np.array([(self._folder / name).stat().st_size for name in self._files])
+
+    def content(self, index: int) -> tuple[str, bytes]:
+        """See `ImageSet.content`."""
+        path = self._folder / self._files[index]
+        return str(path), path.read_bytes()
+
 
 class TfdsSet:
     """A split of a data set that TFDS prepared as ArrayRecord, read without TensorFlow."""
@@ -162,6 +188,10 @@ class TfdsSet:
         image = decode(bytes(record[self._image]), f"{self._source}[{self._split}], record {index}")
         return image, int(record[self._label])
 
+    def sizes(self) -> None:
+        """See `ImageSet.sizes`: every record would have to be read."""
+        return None
+
 
 class Subset:
     """Some images of a set."""
@@ -183,6 +213,15 @@ class Subset:
     def read(self, index: int) -> tuple[Image.Image, int]:
         """See `ImageSet.read`."""
         return self._whole.read(int(self._indices[index]))
+
+    def sizes(self) -> np.ndarray | None:
+        """See `ImageSet.sizes`."""
+        sizes = self._whole.sizes()
+        return None if sizes is None else sizes[self._indices]
+
+    def content(self, index: int) -> tuple[str, bytes]:
+        """See `ImageSet.content`."""
+        return self._whole.content(int(self._indices[index]))
 
 
 def open_images(source: str, eval_fraction: float) -> tuple[ImageSet, ImageSet]:

@@ -127,6 +127,8 @@ class Text:
       held_out: indices of the held-out documents of all sources.
       weights: of each source.
       hash: of ids, bounds and, where there are several sources, their weights.
+      hashes: uint64 [documents], of each document's ids, or 0 where it is not known.
+      firsts: the first document of each source.
     """
 
     tokens: Any
@@ -135,6 +137,8 @@ class Text:
     held_out: np.ndarray
     weights: list[float]
     hash: str
+    hashes: np.ndarray
+    firsts: list[int]
 
 
 def load(source: str, tokenizer: Tokenizer, eval_fraction: float) -> Text:
@@ -154,9 +158,15 @@ def load(source: str, tokenizer: Tokenizer, eval_fraction: float) -> Text:
     names, weights = zip(*parse(source), strict=True)
     corpora = [corpus_lib.load(name, tokenizer) for name in names]
     splits = [corpus_lib.split(corpus, eval_fraction) for corpus in corpora]
+    # Of a document that was cut in two no part is known.
+    known = [
+        corpus.hashes if len(corpus.hashes) == len(offsets) - 1 else np.zeros(2, np.uint64)
+        for corpus, (offsets, _, _) in zip(corpora, splits, strict=True)
+    ]
     if len(corpora) == 1:
         offsets, train, held_out = splits[0]
-        return Text(corpora[0].tokens, offsets, [train], held_out, [1.0], corpora[0].hash)
+        hash_ = corpora[0].hash
+        return Text(corpora[0].tokens, offsets, [train], held_out, [1.0], hash_, known[0], [0])
     sizes = [int(offsets[-1]) for offsets, _, _ in splits]
     starts = np.concatenate([[0], np.cumsum(sizes)])
     documents = np.concatenate([[0], np.cumsum([len(offsets) - 1 for offsets, _, _ in splits])])
@@ -173,4 +183,6 @@ def load(source: str, tokenizer: Tokenizer, eval_fraction: float) -> Text:
         ),
         weights=list(weights),
         hash=digest.hexdigest(),
+        hashes=np.concatenate(known),
+        firsts=documents[:-1].tolist(),
     )

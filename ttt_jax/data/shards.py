@@ -1,10 +1,10 @@
 """Tokens in ArrayRecord files: written once, then read at any place without loading the rest.
 
 A folder holds ``tokens-00000-of-00002.array_record`` and so on, ``documents.npy`` (int64
-[documents + 1], the bounds of the documents in the stream of tokens) and ``metadata.json``. A
-record is 8192 tokens of the stream, the last one the rest, as little-endian uint16 where the
-vocabulary allows it, else uint32. Reading tokens a..b touches the records that hold them alone,
-however long a document is.
+[documents + 1], the bounds of the documents in the stream of tokens), ``hashes.npy`` (uint64
+[documents], of their ids) and ``metadata.json``. A record is 8192 tokens of the stream, the last
+one the rest, as little-endian uint16 where the vocabulary allows it, else uint32. Reading tokens
+a..b touches the records that hold them alone, however long a document is.
 """
 
 import hashlib
@@ -21,6 +21,7 @@ from ttt_jax.data.tokenizers import Tokenizer
 FORMAT = "ttt_jax tokens, version 1"
 RECORD_TOKENS = 8192
 _BOUNDS = "documents.npy"
+_HASHES = "hashes.npy"
 
 
 class ShardTokens:
@@ -79,11 +80,13 @@ class ShardWriter:
         self._records = 0
         self._rest = np.zeros(0, np.int32)
         self._lengths: list[int] = []
+        self._hashes: list[int] = []
         self._digest = hashlib.sha256()
 
     def add(self, ids: np.ndarray) -> None:
         """Appends a document, int32 [n] with n >= 2."""
         self._lengths.append(len(ids))
+        self._hashes.append(hash_document(ids))
         self._digest.update(np.ascontiguousarray(ids, "<i4"))
         stream = np.concatenate([self._rest, ids])
         whole = len(stream) // RECORD_TOKENS * RECORD_TOKENS
@@ -111,6 +114,7 @@ class ShardWriter:
         offsets = np.zeros(len(self._lengths) + 1, np.int64)
         np.cumsum(self._lengths, out=offsets[1:])
         np.save(self._folder / _BOUNDS, offsets)
+        np.save(self._folder / _HASHES, np.array(self._hashes, np.uint64))
         self._digest.update(np.ascontiguousarray(offsets, "<i8"))
         metadata = {
             "format": FORMAT,
@@ -212,3 +216,23 @@ def read_bounds(folder: pathlib.Path, metadata: dict[str, Any]) -> np.ndarray:
     if offsets.shape != (metadata["documents"] + 1,) or offsets[-1] != metadata["tokens"]:
         raise ValueError(f"{path} does not fit {METADATA} beside it; copy the folder again")
     return offsets
+
+
+def read_hashes(folder: pathlib.Path, metadata: dict[str, Any]) -> np.ndarray:
+    """Reads the hashes of the documents, uint64 [documents]; zeros where none were written."""
+    try:
+        hashes = np.load(folder / _HASHES)
+    except (OSError, ValueError):
+        hashes = np.zeros(0, np.uint64)
+    count = metadata["documents"]
+    return hashes if hashes.shape == (count,) else np.zeros(count, np.uint64)
+
+
+def hash_document(ids: np.ndarray) -> int:
+    """Returns 64 bits that equal documents share; not 0, which stands for unknown.
+
+    >>> hash_document(np.array([1, 2])) == hash_document(np.array([1, 2], np.uint16))
+    True
+    """
+    content = np.ascontiguousarray(ids, "<i4")
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") or 1

@@ -1,12 +1,14 @@
 """What a training run asks of its text: batches, the ids of a split, a baseline, a hash."""
 
+import bisect
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from ttt_jax.data import mixture, pipeline
+from ttt_jax.data import mixture, pipeline, shards, sources
 from ttt_jax.data import rows as rows_lib
 from ttt_jax.data.tokenizers import Tokenizer
 
@@ -143,6 +145,44 @@ def corpus_hash(data_config: Any, tokenizer: Tokenizer) -> str:
       ValueError: see `text_iterator`.
     """
     return _load(data_config, tokenizer).hash[:16]
+
+
+def shared_documents(
+    data_config: Any, tokenizer: Tokenizer, most: int = 3
+) -> tuple[int, list[str]]:
+    """Counts the held-out documents that are in the training part, too, token for token.
+
+    Documents of shards that were written without their hashes are passed over.
+
+    Args:
+      data_config: see `text_iterator`.
+      tokenizer: see `text_iterator`.
+      most: how many of them are named.
+
+    Returns:
+      (their number, the names of the first ones: file and line, or the place in the source).
+
+    Raises:
+      ValueError: see `text_iterator`.
+    """
+    text = _load(data_config, tokenizer)
+    known = text.hashes[text.held_out]
+    seen = np.isin(known, text.hashes[np.concatenate(text.train)]) & (known != 0)
+    shared = np.sort(text.held_out[seen])
+    names = []
+    for document in shared[:most].tolist():
+        number = bisect.bisect_right(text.firsts, document) - 1
+        source = mixture.parse(data_config.source)[number][0]
+        names.append(_document_name(source, document - text.firsts[number]))
+    return len(shared), names
+
+
+def _document_name(source: str, index: int) -> str:
+    """The name of a document by its place in a source."""
+    if not shards.is_shard_folder(source) and sources.find_files(source):
+        found = itertools.islice(sources.read_documents(source), index, index + 1)
+        return next(name for name, _ in found)
+    return f"document {index} of {source!r}"
 
 
 def unigram_perplexity(train_ids: np.ndarray, eval_ids: np.ndarray, vocab_size: int) -> float:

@@ -10,7 +10,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ttt_jax import processes
 from ttt_jax.data import augment, image_sources
+from ttt_jax.data.duplicates import shared_images, warn_of_shared
 from ttt_jax.data.image_decode import UnreadableImage
 from ttt_jax.data.images import check_readable, image_iterator
 from ttt_jax.tasks.base import Result, place_whole_rows, rows_to_read
@@ -66,10 +68,15 @@ class Classification:
     def describe(self) -> str:
         """Names the images, their numbers and their hash.
 
+        Warns of held-out images that are trained on, too (see `shared_images`).
+
         Raises:
           ValueError: they cannot be used.
         """
         train, held_out = self._splits["train"], self._splits["eval"]
+        if processes.is_first():
+            names = shared_images(train, held_out)
+            warn_of_shared(len(names), names[:3], "images", "bytes", self.data.source)
         return (
             f"Images: {self.data.source!r}, {len(train):,} to train on and {len(held_out):,} held "
             f"out, {len(train.classes)} classes, hash {train.hash[:8]}{held_out.hash[:8]}"

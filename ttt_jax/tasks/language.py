@@ -10,7 +10,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ttt_jax import processes
 from ttt_jax.data import text
+from ttt_jax.data.duplicates import warn_of_shared
 from ttt_jax.data.tokenizers import load_tokenizer
 from ttt_jax.objective import make_token_loss, token_losses
 from ttt_jax.tasks.base import Result, place_whole_rows, rows_to_read
@@ -48,8 +50,14 @@ class Language:
             )
 
     def describe(self) -> str:
-        """Names the text and its hash; perplexities compare only where that is the same."""
+        """Names the text and its hash; perplexities compare only where that is the same.
+
+        Warns of held-out documents that are trained on, too.
+        """
         corpus = text.corpus_hash(self.data, self.tokenizer)
+        if processes.is_first():
+            found = text.shared_documents(self.data, self.tokenizer)
+            warn_of_shared(*found, "documents", "tokens", self.data.source)
         return f"Text: {self.data.source!r} as {self.data.tokenizer}, hash {corpus}"
 
     def batches(self, split: str, mesh: Mesh | None = None) -> Any:
