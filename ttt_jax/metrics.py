@@ -178,6 +178,7 @@ def plot_loss(
             label = {"train": "training batches", "eval": "held-out data"}[kind]
             axes.plot(*zip(*points, strict=True), label=label, **style)
     axes.set(xlabel="step", ylabel=loss_name, title=title)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
     axes.legend()
     path = workdir / "loss.png"

@@ -41,6 +41,21 @@ def small_config(text, fields=(), baseline=False, seed=0):
     return set_fields(config, dict(fields))
 
 
+@pytest.fixture(autouse=True)
+def labelled(monkeypatch):
+    """No picture has an axis without a label; several series have a legend."""
+    figure = report.Report.figure
+
+    def check(self, name, drawn, caption):
+        for axis in drawn.axes:
+            assert axis.get_ylabel() and (axis.get_xlabel() or axis.get_title()), name
+            series = len(axis.get_legend_handles_labels()[1])
+            assert series < 2 or axis.get_legend() or drawn.legends, name
+        figure(self, name, drawn, caption)
+
+    monkeypatch.setattr(report.Report, "figure", check)
+
+
 @pytest.fixture
 def small(text, monkeypatch):
     """Replaces the models by ones that train in a second."""

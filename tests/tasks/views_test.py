@@ -129,10 +129,10 @@ def test_loss_evaluation_and_pictures(tmp_path):
     assert [path.name for path in paths] == ["views.png", "turntable.gif"]
     strip = np.asarray(Image.open(paths[0]))
     # The first input view, enlarged six times, below the header.
-    shown = strip[22 : 22 + 96 : 6, 4 : 4 + 96 : 6]
+    shown = strip[24 : 24 + 96 : 6, 4 : 4 + 96 : 6]
     assert (shown == next(task.batches("eval"))["images"][0, 0]).all()
     with Image.open(paths[1]) as gif:
-        assert gif.n_frames > 10 and gif.size == (3 * 96, 96)
+        assert gif.n_frames > 10 and gif.size == (3 * 96, 24 + 96)
     assert task.flops_per_step(nnx.merge(graphdef, params)) > 1e6
 
 

@@ -125,7 +125,8 @@ def report(results: dict[str, Values], out: Report, root: pathlib.Path) -> None:
                 (maps[layer][half:], "keys", COLOURS[1], "^"),
             ):
                 panel.scatter(*part.T, s=4, label=label, color=colour, marker=marker, alpha=0.6)
-            panel.set(title=layer.replace("_", " "), xticks=[], yticks=[])
+            panel.set(title=layer.replace("_", " "), xlabel="t-SNE 1", ylabel="t-SNE 2")
+            panel.set(xticks=[], yticks=[])  # places have no unit
         handles = panels[0].get_legend_handles_labels()
         figure.legend(*handles, loc="outside lower center", ncols=2, markerscale=3)
         model = name.removeprefix("distribution-")

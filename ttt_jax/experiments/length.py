@@ -139,9 +139,10 @@ def report(results: dict[str, Values], out: Report, root: pathlib.Path) -> None:
         lengths = [cost["length"] for cost in values["costs"]]
         middle.plot(lengths, [c["milliseconds"] for c in values["costs"]], label=title, **look)
         right.plot(lengths, [c["kibibytes"] for c in values["costs"]], label=title, **look)
-    left.axvline(trained, color="black", linewidth=0.8)
+    left.axvline(trained, color="black", linewidth=0.8, label="training length")
     left.set(xlabel="position in document", ylabel="perplexity", xscale="log")
     middle.set(xlabel="context, tokens", ylabel="ms a token", ylim=(0, None))
     right.set(xlabel="context, tokens", ylabel="state, KiB", yscale="log")
-    left.legend()
-    out.figure("length", figure, "Perplexity by position (line: training length), cost of a token.")
+    for panel in (left, middle, right):
+        panel.legend(fontsize="small")
+    out.figure("length", figure, "Perplexity by position, time and state of a decoding step.")

@@ -308,7 +308,7 @@ def _draw(out: Report, task: str, results: Sequence[Values], head_dim: int) -> N
             panel.errorbar(
                 curves[0][0], mean, spread, label=system, capsize=2, alpha=0.85, **style(index)
             )
-        panel.axhline(results[0]["chance"], color="#7F7F7F", linewidth=0.8)
+        panel.axhline(results[0]["chance"], color="#7F7F7F", linewidth=0.8, label="a guess")
         panel.set(title=title, ylim=(-0.03, 1.03), ylabel="share of right answers")
         panel.set_xlabel("distance from value to query, up to (tokens)" if by_distance else "pairs")
         if not by_distance:
@@ -320,8 +320,8 @@ def _draw(out: Report, task: str, results: Sequence[Values], head_dim: int) -> N
     out.figure(
         f"recall_{task}_d{head_dim}",
         figure,
-        f"Accuracy against {what}, head dimension {head_dim}; bars: standard deviation over seeds; "
-        "grey line: a guess.",
+        f"Accuracy against {what}, head dimension {head_dim}; bars: standard deviation over "
+        "seeds.",
     )
 
 

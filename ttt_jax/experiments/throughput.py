@@ -62,7 +62,7 @@ def report(results: dict[str, Values], out: Report, root: pathlib.Path) -> None:
         places = [place + shift for place in range(len(cases))]
         axes.bar(places, heights, 0.8 / len(forms), label=form, color=style(index)["color"])
     axes.set_xticks(range(len(cases)), cases)
-    axes.set(ylabel="million tokens a second, forward")
+    axes.set(xlabel="variant", ylabel="million tokens a second, forward")
     axes.legend()
     out.figure("throughput", figure, "Forward pass of one layer in each mode.")
 

@@ -27,7 +27,8 @@ def draw_predictions(
     from matplotlib.figure import Figure  # without pyplot: no display, no global state
 
     rows = -(-len(images) // _COLUMNS)
-    figure = Figure(figsize=(1.5 * _COLUMNS, 1.8 * rows), layout="constrained")
+    height = 1.5 * images.shape[1] / images.shape[2] + 0.5  # inches, two lines of title included
+    figure = Figure(figsize=(1.5 * _COLUMNS, height * rows), layout="constrained")
     axes = figure.subplots(rows, _COLUMNS, squeeze=False).ravel()
     for axis in axes:
         axis.axis("off")
@@ -37,11 +38,20 @@ def draw_predictions(
     ):
         name = classes[guess] if guess < len(classes) else f"output {guess}"
         right = guess == label
-        title = f"{name[:18]} {100 * p[guess]:.0f} %"
+        title = f"{_short(name)} {100 * p[guess]:.0f} %"
         axis.imshow(image, interpolation="nearest")
         axis.set_title(
-            title if right else f"{title}\nis {classes[label][:18]}",
+            title if right else f"{title}\nis {_short(classes[label])}",
             fontsize=8,
             color="black" if right else "red",
         )
     figure.savefig(path, dpi=100)
+
+
+def _short(name: str) -> str:
+    """A name of at most 17 letters, of which both ends are left.
+
+    >>> _short("black-footed albatross"), _short("ant")
+    ('black-foo…batross', 'ant')
+    """
+    return name if len(name) <= 17 else f"{name[:9]}…{name[-7:]}"

@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 _TILE = 96  # least side of a view in a picture, in pixels
-_GAP, _HEADER, _WIDE_GAP = 4, 22, 14
+_GAP, _WIDE_GAP = 4, 14
 _ERROR_TOP = 0.5  # absolute error of the brightest colour
 _FRAME_MS = 80
 
@@ -40,25 +40,27 @@ def draw_strip(
     height, width = tiles.shape[2:4]
     lefts = [(width + _GAP) * i + _GAP + (_WIDE_GAP if i >= views else 0) for i in range(views + 3)]
     row = height + _GAP
-    size = lefts[-1] + width + _GAP, _HEADER + row * len(tiles)
+    titles = [f"input {view}" for view in range(1, views + 1)]
+    titles += ["target", "rendering", f"error, 0 to {_ERROR_TOP}"]
+    letters = _letters(width)
+    header = 2 * letters
+    size = lefts[-1] + width + _GAP, header + row * len(tiles)
     picture = Image.new("RGB", size, "white")
-    draw, font = ImageDraw.Draw(picture), ImageFont.load_default(12)
-    titles = {0: "input views", views: "target", views + 1: "rendering"}
-    titles[views + 2] = f"error, 0 to {_ERROR_TOP}"
-    for column, title in titles.items():
-        draw.text((lefts[column], 4), title, fill="black", font=font)
+    draw, font = ImageDraw.Draw(picture), ImageFont.load_default(letters)
+    for left, title in zip(lefts, titles, strict=True):
+        draw.text((left, letters // 3), title, fill="black", font=font)
     for index, (scene, caption) in enumerate(zip(tiles, captions, strict=True)):
-        top = _HEADER + row * index
+        top = header + row * index
         for left, tile in zip(lefts, scene, strict=True):
             picture.paste(Image.fromarray(tile), (left, top))
-        corner = lefts[views + 1] + 3, top + height - 16
+        corner = lefts[views + 1] + 3, top + height - letters - 4
         draw.text(corner, caption, "white", font, stroke_width=2, stroke_fill="black")
     picture.save(path)
     return path
 
 
 def draw_turntable(path: pathlib.Path, frames: np.ndarray) -> pathlib.Path:
-    """Writes an endless GIF with the scenes side by side.
+    """Writes an endless GIF with the scenes side by side, each under its number.
 
     Args:
       path: of the GIF.
@@ -67,7 +69,16 @@ def draw_turntable(path: pathlib.Path, frames: np.ndarray) -> pathlib.Path:
     Returns:
       The path.
     """
-    rows = [np.concatenate(list(frame), axis=1) for frame in enlarge(frames)]
+    tiles = enlarge(frames)
+    width = tiles.shape[3]
+    letters = _letters(width)
+    header = Image.new("RGB", (width * tiles.shape[1], 2 * letters), "white")
+    for scene in range(tiles.shape[1]):
+        place, font = (width * scene + 3, letters // 3), ImageFont.load_default(letters)
+        ImageDraw.Draw(header).text(place, f"scene {scene + 1}", fill="black", font=font)
+    rows = [
+        np.concatenate([np.asarray(header), np.concatenate(list(frame), axis=1)]) for frame in tiles
+    ]
     # One palette for all frames: one a frame would flicker.
     palette = Image.fromarray(np.concatenate(rows[:: max(1, len(rows) // 6)])).quantize(256)
     images = [Image.fromarray(row).quantize(palette=palette, dither=0) for row in rows]
@@ -75,6 +86,11 @@ def draw_turntable(path: pathlib.Path, frames: np.ndarray) -> pathlib.Path:
         path, save_all=True, append_images=images[1:], duration=_FRAME_MS, loop=0, disposal=2
     )
     return path
+
+
+def _letters(width: int) -> int:
+    """Size of the letters over tiles of some width, in pixels."""
+    return max(12, width // 12)
 
 
 def enlarge(images: np.ndarray) -> np.ndarray:

@@ -164,7 +164,7 @@ class Views:
         one = jax.tree.map(lambda x: x[:, :1], targets)
         drawn = np.asarray(render(model, states, one))[:, 0]
         wanted = np.asarray(target_images[:, 0])
-        decibels = [f"{float(x):.1f} dB" for x in psnr(drawn, wanted)]
+        decibels = [f"PSNR {float(x):.1f} dB" for x in psnr(drawn, wanted)]
         strip = draw_strip(workdir / "views.png", np.asarray(images), wanted, drawn, decibels)
         path = np.stack([swing(np.asarray(poses, np.float64), _FRAMES) for poses in cameras.poses])
         frames = []
