@@ -16,14 +16,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ttt_kernels import compat
-from ttt_kernels.row_walk import Walk
+from ttt_kernels.rows import Rows, store
 
-COLUMNS = 256  # of a piece of a row, at most
-# Rows of a step, at most; warpgroups; slots of each one's ring.
-ERRORS = (8, 3, 6)
-ERRORS_BACKWARD = (4, 3, 6)
-HIDDEN = (8, 3, 8)
-HIDDEN_BACKWARD = (8, 3, 6)
+COLUMNS = 256  # of a thread block, at most
+COLUMNS_OF_SUMS = 128  # of a piece, where a thread block goes through whole rows
 TIMED_WIDTH = 1024  # of the hidden layer
 
 
@@ -65,30 +61,26 @@ def errors(gate_up, error, rates, interpret=None):
 def _errors(gate_up, error, rates, interpret):
     shape = gate_up.shape
     gate_up, error, rates = _pairs(gate_up), _rows(error), _rows(rates)
-    walk = _walk(error, *ERRORS, inputs=3)
+    pieces = _pieces(error)
 
-    def glu_errors_forward(gate_up_ref, error_ref, rates_ref, hidden_ref, errors_ref, *scratch):
-        def step(row, each_piece):
-            rows = pl.ds(row, walk.step)
-            rate = [_load_rate(walk, rates_ref.at[rows, n]) for n in range(3)]
+    def glu_errors_forward(gate_up_ref, error_ref, rates_ref, hidden_ref, errors_ref):
+        columns = pieces.here()
 
-            def piece(columns, arrays, carry):
-                gate, up, error = arrays
-                sigmoid = _sigmoid(gate)
-                value = gate * sigmoid
-                _store(hidden_ref.at[rows, columns], value * up * rate[1])
-                gate_error = error * up * _slope(value, sigmoid) * rate[0]
-                _store(errors_ref.at[rows, 0, columns], gate_error)
-                _store(errors_ref.at[rows, 1, columns], error * value * rate[2])
-                return carry
+        def step(rows, arrays, carry):
+            gate, up, error = arrays
+            rate = [pieces.load_numbers(rates_ref.at[rows, n]) for n in range(3)]
+            sigmoid = _sigmoid(gate)
+            value = gate * sigmoid
+            store(hidden_ref.at[rows, columns], value * up * rate[1])
+            gate_error = error * up * _slope(value, sigmoid) * rate[0]
+            store(errors_ref.at[rows, 0, columns], gate_error)
+            store(errors_ref.at[rows, 1, columns], error * value * rate[2])
+            return carry
 
-            each_piece(piece, ())
+        pieces.walk([*_apart(gate_up_ref), error_ref], step)
 
-        walk.run_pieces([*_apart(gate_up_ref), error_ref], scratch, step)
-
-    hidden, errors = _call(
-        glu_errors_forward, walk, interpret, (error, gate_up), gate_up, error, rates
-    )
+    operands = gate_up, error, rates
+    hidden, errors = _call(glu_errors_forward, pieces, interpret, (error, gate_up), *operands)
     return hidden.reshape(*shape[:-1], -1), errors.reshape(shape)
 
 
@@ -103,17 +95,21 @@ def _errors_backward(interpret, kept, cotangents):
     gate_up, d_errors, error, d_hidden = (*map(_pairs, (gate_up, d_errors)),
                                           *map(_rows, (error, d_hidden)))  # fmt: skip
     rates = _rows(rates)
-    walk = _walk(error, *ERRORS_BACKWARD, inputs=6)
+    hidden = error.shape[1]
+    pieces = Rows(len(error), math.gcd(hidden, COLUMNS_OF_SUMS))
 
     def glu_errors_backward(
         gate_up_ref, error_ref, rates_ref, d_hidden_ref, d_errors_ref,
-        d_gate_up_ref, d_error_ref, d_rates_ref, *scratch,
+        d_gate_up_ref, d_error_ref, d_rates_ref,
     ):  # fmt: skip
-        def step(row, each_piece):
-            rows = pl.ds(row, walk.step)
-            rate = [_load_rate(walk, rates_ref.at[rows, n]) for n in range(3)]
+        sources = [*_apart(gate_up_ref), error_ref, d_hidden_ref, *_apart(d_errors_ref)]
 
-            def piece(columns, arrays, sums):
+        def step(rows, _, carry):
+            rate = [pieces.load_numbers(rates_ref.at[rows, n]) for n in range(3)]
+
+            def piece(index, sums):
+                columns = pl.ds(index * pieces.columns, pieces.columns)
+                arrays = pieces.load(sources, rows, columns)
                 gate, up, error, d_value, d_gate_error, d_up_error = arrays
                 sigmoid = _sigmoid(gate)
                 value = gate * sigmoid
@@ -126,23 +122,22 @@ def _errors_backward(interpret, kept, cotangents):
                 d_gate_error, d_value, d_up_error = (
                     d * r for d, r in zip((d_gate_error, d_value, d_up_error), rate, strict=True)
                 )
-                _store(d_error_ref.at[rows, columns], d_gate_error * up_slope + d_up_error * value)
+                store(d_error_ref.at[rows, columns], d_gate_error * up_slope + d_up_error * value)
                 through = d_gate_error * error
                 d_gate = through * up * bend + d_value * up_slope + d_up_error * error * slope
-                _store(d_gate_up_ref.at[rows, 0, columns], d_gate)
-                _store(d_gate_up_ref.at[rows, 1, columns], through * slope + d_value * value)
+                store(d_gate_up_ref.at[rows, 0, columns], d_gate)
+                store(d_gate_up_ref.at[rows, 1, columns], through * slope + d_value * value)
                 return tuple(a + b for a, b in zip(sums, terms, strict=True))
 
-            zeros = jnp.zeros((walk.step, walk.columns), jnp.float32)
-            zeros = compat.mosaic_gpu().layout_cast(zeros, walk.layout())
-            for n, total in enumerate(each_piece(piece, (zeros,) * 3)):
+            sums = lax.fori_loop(0, hidden // pieces.columns, piece, (pieces.zeros(),) * 3)
+            for n, total in enumerate(sums):
                 compat.store(d_rates_ref.at[rows, n], jnp.sum(total, axis=1))
+            return carry
 
-        sources = [*_apart(gate_up_ref), error_ref, d_hidden_ref, *_apart(d_errors_ref)]
-        walk.run_pieces(sources, scratch, step)
+        pieces.walk([], step)
 
     made = _call(
-        glu_errors_backward, walk, interpret, (gate_up, error, rates),
+        glu_errors_backward, pieces, interpret, (gate_up, error, rates),
         gate_up, error, rates, d_hidden, d_errors,
     )  # fmt: skip
     return tuple(y.reshape(shape) for y, shape in zip(made, shapes, strict=True))
@@ -161,22 +156,17 @@ def hidden(gate_up, interpret=None):
 def _hidden(gate_up, interpret):
     pairs = _pairs(gate_up)
     like = jax.ShapeDtypeStruct(pairs.shape[::2], pairs.dtype)
-    walk = _walk(like, *HIDDEN, inputs=2)
+    pieces = _pieces(like)
 
-    def glu_hidden_forward(gate_up_ref, hidden_ref, *scratch):
-        def step(row, each_piece):
-            rows = pl.ds(row, walk.step)
+    def glu_hidden_forward(gate_up_ref, hidden_ref):
+        def step(rows, arrays, carry):
+            gate, up = arrays
+            store(hidden_ref.at[rows, pieces.here()], gate * _sigmoid(gate) * up)
+            return carry
 
-            def piece(columns, arrays, carry):
-                gate, up = arrays
-                _store(hidden_ref.at[rows, columns], gate * _sigmoid(gate) * up)
-                return carry
+        pieces.walk(_apart(gate_up_ref), step)
 
-            each_piece(piece, ())
-
-        walk.run_pieces(_apart(gate_up_ref), scratch, step)
-
-    (made,) = _call(glu_hidden_forward, walk, interpret, (like,), pairs)
+    (made,) = _call(glu_hidden_forward, pieces, interpret, (like,), pairs)
     return made.reshape(*gate_up.shape[:-1], -1)
 
 
@@ -188,25 +178,22 @@ def _hidden_forward(gate_up, interpret):
 def _hidden_backward(interpret, gate_up, error):
     shape = gate_up.shape
     gate_up, error = _pairs(gate_up), _rows(error)
-    walk = _walk(error, *HIDDEN_BACKWARD, inputs=3)
+    pieces = _pieces(error)
 
-    def glu_hidden_backward(gate_up_ref, error_ref, out_ref, *scratch):
-        def step(row, each_piece):
-            rows = pl.ds(row, walk.step)
+    def glu_hidden_backward(gate_up_ref, error_ref, out_ref):
+        columns = pieces.here()
 
-            def piece(columns, arrays, carry):
-                gate, up, error = arrays
-                sigmoid = _sigmoid(gate)
-                value = gate * sigmoid
-                _store(out_ref.at[rows, 0, columns], error * up * _slope(value, sigmoid))
-                _store(out_ref.at[rows, 1, columns], error * value)
-                return carry
+        def step(rows, arrays, carry):
+            gate, up, error = arrays
+            sigmoid = _sigmoid(gate)
+            value = gate * sigmoid
+            store(out_ref.at[rows, 0, columns], error * up * _slope(value, sigmoid))
+            store(out_ref.at[rows, 1, columns], error * value)
+            return carry
 
-            each_piece(piece, ())
+        pieces.walk([*_apart(gate_up_ref), error_ref], step)
 
-        walk.run_pieces([*_apart(gate_up_ref), error_ref], scratch, step)
-
-    (made,) = _call(glu_hidden_backward, walk, interpret, (gate_up,), gate_up, error)
+    (made,) = _call(glu_hidden_backward, pieces, interpret, (gate_up,), gate_up, error)
     return (made.reshape(shape),)
 
 
@@ -228,31 +215,19 @@ def _apart(pairs_ref):
     return [pairs_ref.at[:, n] for n in range(2)]
 
 
-def _walk(like, step: int, warpgroups: int, stages: int, inputs: int) -> Walk:
+def _pieces(like) -> Rows:
     rows, hidden = like.shape
-    columns, step = math.gcd(hidden, COLUMNS), math.gcd(rows, step)
-    pieces = hidden // columns
-    return Walk(rows, columns, inputs, warpgroups, stages, step=step, pieces=pieces, turns=True)
+    columns = math.gcd(hidden, COLUMNS)
+    return Rows(rows, columns, blocks=hidden // columns)
 
 
-def _call(body, walk: Walk, interpret, like, *operands):
+def _call(body, pieces: Rows, interpret, like, *operands):
     """The kernel's results, arrays like those given."""
     return compat.gpu_kernel(
         body,
         out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like],
-        scratch_types=walk.scratch(),
-        **walk.launch(interpret),
+        **pieces.launch(interpret),
     )(*operands)
-
-
-def _load_rate(walk: Walk, ref):
-    """A number a row, for every column."""
-    rates = compat.mosaic_gpu().load(ref, layout=walk.layout().reduce(1), optimized=False)
-    return lax.broadcast_in_dim(rates, (walk.step, walk.columns), (0,))
-
-
-def _store(ref, value) -> None:
-    compat.store(ref, value.astype(jnp.bfloat16))
 
 
 def _sigmoid(x):
