@@ -32,6 +32,7 @@ class Rows:
       step: rows that a thread block holds, a multiple of 4: a warp has one or more.
       blocks: of columns, each with thread blocks of its own.
       steps: that a thread block walks over, at most.
+      ahead: whether the next step's rows are loaded before a step's are worked on.
     """
 
     rows: int
@@ -39,6 +40,7 @@ class Rows:
     step: int = 4
     blocks: int = 1
     steps: int = 1
+    ahead: bool = False
 
     @property
     def groups(self) -> int:
@@ -98,23 +100,50 @@ class Rows:
           function: gets the step's rows, as an index, and [step, columns] float32 of each source.
           carry: of the first step.
         """
-        number, group = self.rows // self.step, self.group()
+        number, group, columns = self.rows // self.step, self.group(), self.here()
 
-        def body(i, carry):
-            rows = pl.ds((group + i * self.groups) * self.step, self.step)
-            return function(rows, self.load(sources, rows, self.here()), carry)
+        def place(i):
+            return pl.ds((group + i * self.groups) * self.step, self.step), columns
+
+        def step(place, arrays, carry):
+            return function(place[0], arrays, carry)
 
         if self.groups == number:
-            return body(0, carry)
+            return step(place(0), self.load(sources, *place(0)), carry)
         least, longer = divmod(number, self.groups)
         count = least + (group < longer).astype(jnp.int32)
-        return lax.fori_loop(0, count, body, carry)
+        return self.loop(count, place, sources, step, carry)
+
+    def loop(self, count, place, sources, function, carry):
+        """`carry = function(place, arrays, carry)` for several places.
+
+        Args:
+          count: their number, 1 or more.
+          place: makes indices of rows and columns of a number from 0 on.
+          sources: arrays in global memory, [rows, columns].
+          function: gets the place and [step, columns] float32 of each source.
+          carry: of the first place.
+        """
+
+        def plain(i, carry):
+            return function(place(i), self.load(sources, *place(i)), carry)
+
+        def ahead(i, state):
+            arrays, carry = state
+            following = self._load(sources, *place(jnp.minimum(i + 1, count - 1)))
+            return following, function(place(i), [x.astype(jnp.float32) for x in arrays], carry)
+
+        if not self.ahead:
+            return lax.fori_loop(0, count, plain, carry)
+        return lax.fori_loop(0, count, ahead, (self._load(sources, *place(0)), carry))[1]
 
     def load(self, sources, rows, columns) -> list[jax.Array]:
         """What a thread block holds of arrays in global memory, in float32."""
+        return [x.astype(jnp.float32) for x in self._load(sources, rows, columns)]
+
+    def _load(self, sources, rows, columns) -> list[jax.Array]:
         load, layout = compat.mosaic_gpu().load, self.layout()
-        arrays = [load(x.at[rows, columns], layout=layout, optimized=False) for x in sources]
-        return [x.astype(jnp.float32) for x in arrays]
+        return [load(x.at[rows, columns], layout=layout, optimized=False) for x in sources]
 
     def load_vector(self, ref):
         """A thread block's columns of a vector in global memory; `wide` makes rows of it."""

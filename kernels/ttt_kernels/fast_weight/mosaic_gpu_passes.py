@@ -19,7 +19,8 @@ from ttt_kernels import compat
 from ttt_kernels.rows import Rows, store
 
 COLUMNS = 256  # of a thread block, at most
-COLUMNS_OF_SUMS = 128  # of a piece, where a thread block goes through whole rows
+# Where a thread block goes through whole rows: rows, columns of a piece, `Rows.ahead`.
+ERRORS_BACKWARD = (4, 128, False)
 TIMED_WIDTH = 1024  # of the hidden layer
 
 
@@ -96,7 +97,9 @@ def _errors_backward(interpret, kept, cotangents):
                                           *map(_rows, (error, d_hidden)))  # fmt: skip
     rates = _rows(rates)
     hidden = error.shape[1]
-    pieces = Rows(len(error), math.gcd(hidden, COLUMNS_OF_SUMS))
+    step, columns, ahead = ERRORS_BACKWARD
+    step, columns = math.gcd(len(error), step), math.gcd(hidden, columns)
+    pieces = Rows(len(error), columns, step, ahead=ahead)
 
     def glu_errors_backward(
         gate_up_ref, error_ref, rates_ref, d_hidden_ref, d_errors_ref,
@@ -107,9 +110,11 @@ def _errors_backward(interpret, kept, cotangents):
         def step(rows, _, carry):
             rate = [pieces.load_numbers(rates_ref.at[rows, n]) for n in range(3)]
 
-            def piece(index, sums):
-                columns = pl.ds(index * pieces.columns, pieces.columns)
-                arrays = pieces.load(sources, rows, columns)
+            def place(i):
+                return rows, pl.ds(i * pieces.columns, pieces.columns)
+
+            def piece(place, arrays, sums):
+                columns = place[1]
                 gate, up, error, d_value, d_gate_error, d_up_error = arrays
                 sigmoid = _sigmoid(gate)
                 value = gate * sigmoid
@@ -129,8 +134,8 @@ def _errors_backward(interpret, kept, cotangents):
                 store(d_gate_up_ref.at[rows, 1, columns], through * slope + d_value * value)
                 return tuple(a + b for a, b in zip(sums, terms, strict=True))
 
-            sums = lax.fori_loop(0, hidden // pieces.columns, piece, (pieces.zeros(),) * 3)
-            for n, total in enumerate(sums):
+            count, zeros = hidden // pieces.columns, (pieces.zeros(),) * 3
+            for n, total in enumerate(pieces.loop(count, place, sources, piece, zeros)):
                 compat.store(d_rates_ref.at[rows, n], jnp.sum(total, axis=1))
             return carry
 
