@@ -11,15 +11,14 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
 from ttt_kernels import compat
-from ttt_kernels.row_walk import Walk, wide
+from ttt_kernels.rows import Rows, store, wide
 
-ROWS = 16  # of a step, where they divide the array's
-MAX_COLUMNS = 256  # of a step
-FORWARD = (4, 4)  # warpgroups, and slots of each one's ring
-BACKWARD = (4, 3)
+MAX_COLUMNS = 256  # of a thread block
+# Rows of a step, where they divide the array's; steps of a thread block; `Rows.ahead`.
+FORWARD = (8, 1, False)
+BACKWARD = (8, 16, False)
 # log2 Φ(−t) for t >= 0 as a polynomial, highest power first; Φ is then off by at most 3e-7. A least
 # squares fit on [0, 6] whose weights, at first Φ(−t), are raised where Φ is off most.
 _TAIL = (-0.00051885916, 0.00738720403, -0.0525380233, -0.459276679, -1.15108315, -1.00000084)
@@ -70,25 +69,22 @@ _core.defvjp(_core_forward, _core_backward)
 @functools.partial(jax.jit, static_argnames="interpret")
 def forward(x, bias, interpret) -> jax.Array:
     """z Φ(z) of z = x + bias; x [rows, features] bfloat16, bias [features]; like x."""
-    walk = _walk(x, *FORWARD, inputs=1, sums=0)
+    pieces = _pieces(x, *FORWARD)
 
-    def bias_gelu_forward(x_ref, bias_ref, out_ref, *scratch):
-        columns = walk.here()
-        bias = walk.load_vector(bias_ref)
+    def bias_gelu_forward(x_ref, bias_ref, out_ref):
+        columns, bias = pieces.here(), pieces.load_vector(bias_ref)
 
-        def step(row, arrays, carry):
+        def step(rows, arrays, carry):
             z = arrays[0] + wide(bias, arrays[0])
-            out = jnp.maximum(z, 0.0) - jnp.abs(z) * _tail(z)
-            compat.store(out_ref.at[pl.ds(row, walk.step), columns], out.astype(x.dtype))
+            store(out_ref.at[rows, columns], jnp.maximum(z, 0.0) - jnp.abs(z) * _tail(z))
             return carry
 
-        walk.run([x_ref], scratch, step)
+        pieces.walk([x_ref], step)
 
     call = compat.gpu_kernel(
         bias_gelu_forward,
         out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        scratch_types=walk.scratch(),
-        **walk.launch(interpret),
+        **pieces.launch(interpret),
     )
     return call(x, bias.astype(jnp.float32))
 
@@ -96,38 +92,37 @@ def forward(x, bias, interpret) -> jax.Array:
 @functools.partial(jax.jit, static_argnames="interpret")
 def backward(x, bias, error, interpret) -> tuple[jax.Array, jax.Array]:
     """Gradients of `forward` with respect to x and bias; `error`, like x, is that of the result."""
-    walk = _walk(x, *BACKWARD, inputs=2, sums=1)
+    pieces = _pieces(x, *BACKWARD)
 
-    def bias_gelu_backward(x_ref, bias_ref, error_ref, dx_ref, sums_ref, *scratch):
-        columns = walk.here()
-        bias = walk.load_vector(bias_ref)
+    def bias_gelu_backward(x_ref, bias_ref, error_ref, dx_ref, sums_ref, scratch):
+        columns, bias = pieces.here(), pieces.load_vector(bias_ref)
 
-        def step(row, arrays, totals):
+        def step(rows, arrays, total):
             x_step, error = arrays
             z = x_step + wide(bias, x_step)
             dz = error * (_normal(z) + z * _density(z))
-            compat.store(dx_ref.at[pl.ds(row, walk.step), columns], dz.astype(x.dtype))
-            return (totals[0] + walk.fold(dz),)
+            store(dx_ref.at[rows, columns], dz)
+            return total + pieces.fold(dz)
 
-        totals = walk.run([x_ref, error_ref], scratch[:2], step, walk.zeros())
-        walk.add_up(totals, sums_ref, scratch[2:])
+        total = pieces.walk([x_ref, error_ref], step, pieces.zeros(4))
+        pieces.store_sums(sums_ref, [total], scratch)
 
     dx, sums = compat.gpu_kernel(
         bias_gelu_backward,
         out_type=[
             jax.ShapeDtypeStruct(x.shape, x.dtype),
-            jax.ShapeDtypeStruct((walk.groups, 1, x.shape[1]), jnp.float32),
+            jax.ShapeDtypeStruct((pieces.groups, 1, x.shape[1]), jnp.float32),
         ],
-        scratch_types=walk.scratch(),
-        **walk.launch(interpret),
+        scratch_types=pieces.scratch(),
+        **pieces.launch(interpret),
     )(x, bias.astype(jnp.float32), error)
     return dx, jnp.sum(sums, axis=(0, 1)).astype(bias.dtype)
 
 
-def _walk(x, warpgroups: int, stages: int, inputs: int, sums: int) -> Walk:
+def _pieces(x, step: int, steps: int, ahead: bool) -> Rows:
     rows, features = x.shape
-    columns, step = math.gcd(features, MAX_COLUMNS), math.gcd(rows, ROWS)
-    return Walk(rows, columns, inputs, warpgroups, stages, sums, step, features // columns)
+    columns = math.gcd(features, MAX_COLUMNS)
+    return Rows(rows, columns, math.gcd(rows, step), features // columns, steps, ahead)
 
 
 def _tail(z):
