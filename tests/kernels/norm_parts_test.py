@@ -84,7 +84,7 @@ needs_layouts = pytest.mark.skipif(
 )  # fmt: skip
 def test_the_kernels_in_the_interpreter(case, monkeypatch, capfd):
     """With race detection; shares of the rows of uneven size."""
-    monkeypatch.setattr(mosaic_gpu, "STEPS", 4)
+    monkeypatch.setattr(mosaic_gpu, "SUMMING", 6)
     jax.clear_caches()  # of programs that were made with another number
     x, scales = make(case, jnp.bfloat16, rows=44)
     found = results(x, scales, interpreted, case)

@@ -20,7 +20,8 @@ from ttt_kernels import compat
 from ttt_kernels.rows import Rows, store, wide
 
 ROWS = 4  # of a thread block; a warp each
-STEPS = 16  # of so many rows in a thread block that sums for the scales' gradients
+SUMMING = 528  # thread blocks that make sums for the scales' gradients: what fits into the GPU
+AHEAD = False  # whether these load a step's rows before they work on the step before
 MAX_WIDTH = 1024  # of a part, that a row of it fits into a warp's registers
 
 
@@ -168,7 +169,8 @@ def forward(x, scales, kinds, size: int, epsilon: float, interpret) -> tuple[jax
 def backward(x, scales, errors, kinds, size: int, epsilon: float, interpret):
     """(gradient of x, gradient of scales or None), from those of the parts."""
     shape, parts, summed = x.shape, len(kinds), scales is not None
-    groups, x = _groups(x, parts, size, STEPS if summed else 1)
+    steps = -(-len(x) * parts // (ROWS * SUMMING)) if summed else 1
+    groups, x = _groups(x, parts, size, steps)
 
     def norm_parts_backward(x_ref, *refs):
         refs = list(refs)
@@ -218,7 +220,8 @@ def backward(x, scales, errors, kinds, size: int, epsilon: float, interpret):
 def _groups(x, parts: int, size: int, steps: int = 1):
     """(how x is dealt out, x as [rows, parts, groups, size])."""
     rows, features = x.shape
-    groups = _Groups(rows, features // parts, ROWS, blocks=parts, steps=steps, size=size)
+    options = dict(step=ROWS, blocks=parts, steps=steps, ahead=AHEAD)
+    groups = _Groups(rows, features // parts, size=size, **options)
     return groups, x.reshape(rows, parts, *groups.shape[1:])
 
 
