@@ -10,6 +10,7 @@ as in training: a window of calls is timed as a whole, to the end of its last ca
 """
 
 import dataclasses
+import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ from ttt_jax.train_step import TrainState, init_state, make_train_step, make_tra
 from ttt_kernels import compat
 
 _CONFIG = config_flags.DEFINE_config_file("config", help_string="configs/NAME.py:size")
-_STEPS = flags.DEFINE_integer("steps", 10, "calls in each of five timed windows", lower_bound=1)
+_STEPS = flags.DEFINE_integer("steps", 20, "calls in each of five timed windows", lower_bound=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,6 +145,7 @@ def _time(
     start = time.perf_counter()
     compiled = step.lower(state, batch).compile()
     compiling, seconds = time.perf_counter() - start, []
+    gc.freeze()  # else what tracing left is gone through in the middle of a window
     for calls in (2, *[steps] * 5):  # the first window warms up
         start = time.perf_counter()
         for _ in range(calls):
