@@ -13,6 +13,7 @@ from ttt_kernels.fast_weight import fast_weight_apply, fast_weight_gradients, fa
 from ttt_kernels.glu_step import glu_step, glu_step_beside
 from ttt_kernels.linear_attention import linear_attention
 from ttt_kernels.newton_schulz import newton_schulz
+from ttt_kernels.norm_parts import norm_parts
 from ttt_kernels.residual_norm import add_branch, residual_norm
 
 
@@ -57,6 +58,7 @@ _CASES = {
     newton_schulz: dict(
         x=_ones(2, 2), coefficients=((3.4445, -4.7750, 2.0315),), eps=1e-7, dtype="float32"
     ),
+    norm_parts: dict(x=_ones(1, 2), scales=_ones(1, 2), kinds=("rms",), size=2, epsilon=1e-6),
     residual_norm: dict(**_BRANCH, scale=_ones(2), bias=_ones(2), epsilon=1e-6),
     add_branch: _BRANCH,
 }  # fmt: skip

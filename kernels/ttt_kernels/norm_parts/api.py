@@ -7,7 +7,7 @@ from typing import Literal
 import jax
 
 from ttt_kernels import compat
-from ttt_kernels.arguments import check_array
+from ttt_kernels.arguments import check_array, check_number
 from ttt_kernels.choice import choose
 from ttt_kernels.norm_parts import mosaic_gpu, xla
 
@@ -61,9 +61,11 @@ def norm_parts(
     check_array("x", x)
     if x.ndim != 2 or 0 in x.shape:
         raise ValueError(f"x has shape {x.shape}; it must be [rows, features], no axis empty")
-    if not kinds or set(kinds) - set(KINDS):
+    if not isinstance(kinds, tuple) or not kinds or not all(kind in KINDS for kind in kinds):
         raise ValueError(f"{kinds=} must be a tuple of {KINDS}, one a part")
-    if size < 1 or x.shape[1] % (len(kinds) * size):
+    check_number("epsilon", epsilon, least=0)
+    whole = isinstance(size, int) and not isinstance(size, bool)
+    if not whole or size < 1 or x.shape[1] % (len(kinds) * size):
         raise ValueError(
             f"{size=} must divide each of the {len(kinds)} parts of the {x.shape[1]} features"
         )
