@@ -18,7 +18,6 @@ from ttt_jax.layers.rays import camera_rays, pluecker_rays
 from ttt_jax.layers.scheduled_ttt import ScheduledTTT
 from ttt_jax.models import build, lact_nvs
 from ttt_jax.models.lact_nvs import Cameras, LactNVS
-from ttt_kernels.round_parts import xla
 
 _SMALL = lact_nvs.LactNVSConfig(
     hidden_size=16, num_layers=2, num_attention_heads=2, num_fast_heads=2, patch_size=4,
@@ -184,22 +183,6 @@ def test_bfloat16_with_recomputation_is_near_float32():
     assert np.abs(half - out).mean() < 0.02
     cosine = gradient @ half_gradient / np.linalg.norm(gradient) / np.linalg.norm(half_gradient)
     assert np.isfinite(half_gradient).all() and cosine > 0.95
-
-
-def test_kernels_rounded_together_change_nothing(monkeypatch):
-    model = LactNVS(dataclasses.replace(_SMALL, dtype="bfloat16", num_layers=1), nnx.Rngs(0))
-    scene, called = _scene(), []
-
-    def together(layers):
-        called.append(len(layers))
-        made = xla.round_parts([x.kernel[...] for x, _ in layers], [parts for _, parts in layers])
-        made = iter(made)
-        return [[next(made) for _ in parts] for _, parts in layers]
-
-    alone = model(*scene)
-    monkeypatch.setattr(lact_nvs, "rounded_kernels", together)
-    assert jnp.array_equal(model(*scene), alone)
-    assert called == [6]
 
 
 def test_the_last_variant_is_linear_attention():

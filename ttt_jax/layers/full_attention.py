@@ -98,18 +98,12 @@ class FullAttention(nnx.Module):
 
         self.q_norm, self.k_norm = norm(), norm()
 
-    def layers(self) -> list:
-        """The projections, as `rounded_kernels` takes them."""
-        parts = (1, 1, 1) if self.q_norm is None or devices_along("heads") > 1 else (2, 1)
-        return [(self.qkv, parts), (self.out, (1,))]
-
-    def __call__(self, x, batch: str = "images", kernels=(None, None)):
+    def __call__(self, x, batch: str = "images"):
         """Mixes the tokens of each row.
 
         Args:
           x: [rows, time, hidden].
           batch: logical name of the rows.
-          kernels: of `layers`, rounded together with others'.
 
         Returns:
           [rows, time, hidden] in the compute dtype.
@@ -121,11 +115,11 @@ class FullAttention(nnx.Module):
             q, k, v = self.qkv.split(rows)
             parts = *self._norm(q, (self.q_norm,), batch), *self._norm(k, (self.k_norm,), batch), v
         else:
-            both, v = self.qkv.split(rows, (2, 1), kernels[0])
+            both, v = self.qkv.split(rows, (2, 1))
             parts = *self._norm(both, (self.q_norm, self.k_norm), batch), v
         q, k, v = (y.reshape(*x.shape[:2], self.heads, -1) for y in parts)
         mixed = full_attention(q, k, v, implementation=self.implementation)
-        return by_rows(self.out, mixed.reshape(x.shape), kernels=kernels[1])
+        return by_rows(self.out, mixed.reshape(x.shape))
 
     def _norm(self, x, norms, batch: str):
         """Each part of x [rows, parts · hidden] by a norm of its own."""

@@ -1,5 +1,7 @@
 """The two-layer GELU feed-forward layer of vision transformers."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -46,42 +48,36 @@ class GeluMLP(nnx.Module):
         self.up = Linear(hidden_size, intermediate_size, names=wide, stddev=stddev, **options)
         self.down = Linear(intermediate_size, hidden_size, names=back, stddev=out_stddev, **options)
 
-    def layers(self) -> list:
-        """The projections, as `rounded_kernels` takes them."""
-        return [(self.up, (1,)), (self.down, (1,))]
-
-    def __call__(self, x, rows: str = "images", kernels=(None, None)):
+    def __call__(self, x, rows: str = "images"):
         """Applies the layer.
 
         Args:
           x: [..., hidden_size].
           rows: as of `branch`.
-          kernels: likewise.
 
         Returns:
           [..., hidden_size] in the layer's dtype.
         """
-        y, bias = self.branch(x, rows, kernels)
+        y, bias = self.branch(x, rows)
         return y if bias is None else y + bias.astype(y.dtype)
 
-    def branch(self, x, rows: str = "images", kernels=(None, None)):
+    def branch(self, x, rows: str = "images"):
         """The layer without its last bias, for those who add that in a pass of their own.
 
         Args:
           x: [..., hidden_size], of which only the first axis is cut over devices.
           rows: logical name of that axis.
-          kernels: of `layers`, rounded together with others'.
 
         Returns:
           ([..., hidden_size] in the layer's dtype, the bias [hidden_size] or None).
         """
         with jax.named_scope("mlp"):
-            hidden = by_rows(self._hidden, x, rows=rows, kernels=kernels[0])
+            hidden = by_rows(functools.partial(self._hidden, rows=rows), x)
             bias = None if self.down.bias is None else self.down.bias[...]
-            return by_rows(self.down.product, hidden, kernels=kernels[1]), bias
+            return by_rows(self.down.product, hidden), bias
 
-    def _hidden(self, x, rows: str, kernels):
+    def _hidden(self, x, rows: str):
         """gelu(x W_up + b_up) of [rows, hidden_size]."""
-        y, names = self.up.product(x, kernels=kernels), (rows, "mlp")
+        y, names = self.up.product(x), (rows, "mlp")
         bias = jnp.zeros(y.shape[1:]) if self.up.bias is None else self.up.bias[...]
         return on_each_device(bias_gelu, (y, bias), (names, ("mlp",)), names)

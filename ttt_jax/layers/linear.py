@@ -8,8 +8,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ttt_jax.sharding import constrain, param
-from ttt_kernels import compat
-from ttt_kernels.round_parts import mosaic_gpu, round_parts
 
 
 class Linear(nnx.Module):
@@ -54,27 +52,25 @@ class Linear(nnx.Module):
         self.bias = param(jnp.zeros(out, jnp.float32), tuple(names)[1:]) if bias else None
         self.dtype = dtype
 
-    def __call__(self, x, out_dtype=None, kernels=None):
+    def __call__(self, x, out_dtype=None):
         """Applies the layer.
 
         Args:
           x: [..., in_features], any float dtype.
           out_dtype: dtype of the result and of the accumulation; the layer's dtype if None.
-          kernels: the layer's of `rounded_kernels`, or None.
 
         Returns:
           [..., *out_features] in `out_dtype`.
         """
-        y = self.product(x, out_dtype, kernels)
+        y = self.product(x, out_dtype)
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
-    def product(self, x, out_dtype=None, kernels=None):
+    def product(self, x, out_dtype=None):
         """x W without the bias, for those who add it in a pass of their own; as `__call__`."""
-        out_dtype = out_dtype or self.dtype
-        (kernel,) = kernels or (self.kernel[...].astype(self.dtype),)
+        out_dtype, kernel = out_dtype or self.dtype, self.kernel[...].astype(self.dtype)
         return jnp.tensordot(x.astype(self.dtype), kernel, axes=1, preferred_element_type=out_dtype)
 
-    def split(self, x, together: Sequence[int] | None = None, kernels=None):
+    def split(self, x, together: Sequence[int] | None = None):
         """The products with each part of a kernel [in, parts, out], one by one or some together.
 
         The same values as slices of the whole product. On a GPU neither the slices nor, in the
@@ -83,7 +79,6 @@ class Linear(nnx.Module):
         Args:
           x: [..., in_features], any float dtype.
           together: how many neighbouring parts each product makes, side by side; one if None.
-          kernels: the layer's of `rounded_kernels` with these parts, or None.
 
         Returns:
           A list of [..., out of a product's parts], in the layer's dtype.
@@ -94,34 +89,13 @@ class Linear(nnx.Module):
             made = [jnp.tensordot(x, kernel[:, i], axes=1) for i in range(kernel.shape[1])]
             return made if bias is None else [y + bias[i] for i, y in enumerate(made)]
         start, made = 0, []
-        for n, count in enumerate(together):
+        for count in together:
             parts = slice(start, start + count)
             x = x if start == 0 else _apart(x)
-            part = kernels[n] if kernels else _apart(kernel[:, parts].reshape(len(kernel), -1))
-            y = jnp.tensordot(x, part, axes=1)
+            y = jnp.tensordot(x, _apart(kernel[:, parts].reshape(len(kernel), -1)), axes=1)
             made.append(y if bias is None else y + bias[parts].reshape(-1))
             start += count
         return made
-
-
-def rounded_kernels(layers: Sequence[tuple[Linear, tuple[int, ...]]]) -> list:
-    """Kernels in the layers' dtype, of several layers in one pass over memory.
-
-    Args:
-      layers: each with the parts that its products make, as `together` of `Linear.split`; (1,) for
-        the whole of a kernel [in, out].
-
-    Returns:
-      For each layer a list of [in, out of a product's parts]; or None for each where there is no
-      kernel for all of them in one pass, and layers round their own.
-    """
-    matrices = [layer.kernel[...] for layer, _ in layers]
-    rounded = all(layer.dtype == "bfloat16" for layer, _ in layers)
-    problem = mosaic_gpu.unsupported(matrices) or mosaic_gpu.untimed() or compat.hopper_problem()
-    if problem or not rounded:
-        return [None] * len(layers)
-    made = iter(round_parts(matrices, [parts for _, parts in layers]))
-    return [[next(made) for _ in parts] for _, parts in layers]
 
 
 @jax.custom_vjp

@@ -88,17 +88,8 @@ class ScheduledTTT(nnx.Module):
         per_token = spec.rate == "per_token"
         self.rate = Linear(hidden_size, size, **rates) if per_token else None
 
-    def layers(self) -> list:
-        """The projections, as `rounded_kernels` takes them."""
-        return [(self.qkv, self._together() or (1, 1, 1)), (self.out, (1,))]
-
     def __call__(
-        self,
-        x,
-        spans: list[Span],
-        initial_state: State | None = None,
-        parts: int = 1,
-        kernels=(None, None),
+        self, x, spans: list[Span], initial_state: State | None = None, parts: int = 1
     ):
         """Runs the spans, one after another.
 
@@ -109,7 +100,6 @@ class ScheduledTTT(nnx.Module):
           initial_state: the state to go on from, of an earlier call; None starts from the learned
             initial weights.
           parts: as in `layers.sharded.sharded_spans`.
-          kernels: of `layers`, rounded together with others'.
 
         Returns:
           ([batch, time, hidden] in the compute dtype, the state after the last span).
@@ -123,28 +113,24 @@ class ScheduledTTT(nnx.Module):
             learnt = max((span.end for span in spans if span.update), default=1)
             learnt = x if spec.query == "key" else x[:, :learnt]
             rows = "parts" if parts > 1 else "batch"
-            q, *_ = self._heads(x, rows, kernels[0])
-            _, k, v = self._heads(learnt, rows, kernels[0])
+            q, (k, v) = self._heads(x, rows)[0], self._heads(learnt, rows)[1:]
             gates = {} if self.rate is None else {"lr": self._rates(learnt)}
             options = dict(parts=parts, initial_state=initial_state, mode=self.mode)
             out, state = sharded_spans(spec, self.weights(), q, k, v, **options, **gates)
             out, size = out.reshape(-1, x.shape[-1]), out.shape[-1]
             scale = self.norm.scale[...][None]
             (out,) = norm_rows(out, scale, ("rms",), size, _NORM_EPSILON, rows)
-            return self.out(out, kernels=kernels[1]).reshape(x.shape), state
+            return self.out(out).reshape(x.shape), state
 
-    def _together(self):
-        """Which parts of queries, keys and values are one product."""
-        # Parts side by side would be gathered where the heads are cut.
-        return (1, 2) if devices_along("heads") == 1 else None
-
-    def _heads(self, x, rows: str, kernels):
+    def _heads(self, x, rows: str):
         """l2(silu(q)), l2(silu(k)) and silu(v), [batch, time, heads, head_dim] each.
 
         The compiler drops what is not used.
         """
+        # Parts side by side would be gathered where the heads are cut.
+        together = (1, 2) if devices_along("heads") == 1 else None
         kinds, made, size = ["unit", "unit", "silu"], [], x.shape[-1] // self.heads
-        for y in self.qkv.split(x.reshape(-1, x.shape[-1]), self._together(), kernels):
+        for y in self.qkv.split(x.reshape(-1, x.shape[-1]), together):
             some = tuple(kinds.pop(0) for _ in range(y.shape[-1] // x.shape[-1]))
             made += norm_rows(y, None, some, size, _NORM_EPSILON, rows)
         return [y.reshape(*x.shape[:2], self.heads, -1) for y in made]

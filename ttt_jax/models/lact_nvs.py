@@ -17,7 +17,7 @@ from ttt_jax.layers.flops import inner_loop_flops
 from ttt_jax.layers.full_attention import FullAttention
 from ttt_jax.layers.gelu_mlp import GeluMLP
 from ttt_jax.layers.layer_norm import LayerNorm
-from ttt_jax.layers.linear import Linear, by_rows, rounded_kernels
+from ttt_jax.layers.linear import Linear, by_rows
 from ttt_jax.layers.rays import Cameras, check_patches, patchify, pluecker_rays, unpatchify
 from ttt_jax.layers.residual import add_and_norm
 from ttt_jax.layers.rms_norm import at_least_float32
@@ -84,15 +84,13 @@ class ViewBlock(nnx.Module):
         """
         batch, views, time, size = x.shape
         names = _names(parts)
-        rows, parts_of = names[0], (self.attention, self.ttt, self.mlp)
-        kernels = iter(rounded_kernels([pair for part in parts_of for pair in part.layers()]))
-        attention, ttt, mlp = zip(kernels, kernels, strict=True)
+        rows = names[0]
         x, y = add_and_norm(x, self.attention_norm, rows=rows)
-        y = self.attention(y.reshape(batch * views, time, size), rows, attention)
+        y = self.attention(y.reshape(batch * views, time, size), rows)
         x, y = add_and_norm(x, self.ttt_norm, branch=y.reshape(x.shape), rows=rows)
-        y, state = self.ttt(y.reshape(batch, -1, size), spans, state, parts, ttt)
+        y, state = self.ttt(y.reshape(batch, -1, size), spans, state, parts)
         x, y = add_and_norm(x, self.mlp_norm, branch=y.reshape(x.shape), rows=rows)
-        return constrain(x + self.mlp(y, rows, mlp), names), state
+        return constrain(x + self.mlp(y, rows), names), state
 
 
 class LactNVS(nnx.Module):
