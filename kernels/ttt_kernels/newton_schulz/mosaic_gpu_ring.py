@@ -9,7 +9,6 @@ from tile to tile, and the others multiply 64 rows of the tile each.
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -39,9 +38,7 @@ class Layout:
       width: columns of another matrix's tile: 64, 128 or 192.
       cluster: CTAs a matrix, at most 8.
       stages: loads in flight in a CTA.
-      apart: the CTAs of a matrix are no cluster, and may be any number; for a single step of a
-        symmetric matrix, a tile each.
-      pairs: of those, two and two are a cluster, and share their left operands.
+      apart: the CTAs of a matrix are no cluster, and may be any number; for a single step.
     """
 
     tile: int
@@ -49,7 +46,6 @@ class Layout:
     cluster: int
     stages: int
     apart: bool = False
-    pairs: bool = False
 
     @property
     def warpgroups(self) -> int:
@@ -69,14 +65,6 @@ class Layout:
     def corner(self, step: Step, index):
         """First row and first column of a tile, which are numbered row by row."""
         down, across = step.shape[0] // self.tile, step.shape[1] // self.columns(step)
-        if self.pairs:
-            corners = paired_corners(down)
-            row, column = (
-                functools.reduce(lambda found, i: jnp.where(index >= i, corners[i][axis], found),
-                                 range(1, len(corners)), jnp.int32(corners[0][axis]))
-                for axis in (0, 1)
-            )  # fmt: skip
-            return row * self.tile, column * self.tile
         if not step.symmetric:
             row, column = lax.div(index, jnp.int32(across)), lax.rem(index, jnp.int32(across))
             return row * self.tile, column * self.width
@@ -86,24 +74,6 @@ class Layout:
             row = jnp.where(index >= start, i, row)
             first = jnp.where(index >= start, start, first)
         return row * self.tile, (row + index - first) * self.tile
-
-
-def paired_corners(down: int) -> list[tuple[int, int]]:
-    """Block rows and columns of a symmetric matrix's tiles, neighbours in the same row; the last
-    one twice if their number is odd: then two CTAs write the same numbers.
-
-    >>> paired_corners(3)
-    [(0, 0), (0, 1), (1, 1), (1, 2), (2, 0), (2, 2)]
-    """
-    pairs, single = [], []
-    for row in range(down):
-        tiles = [(row, column) for column in range(row, down)]
-        if len(tiles) % 2 and row < down - 1:
-            single.append((down - 1, tiles.pop()[0]))  # mirrored: all of these are in the last row
-        pairs += tiles
-    single += [pairs.pop()] if len(pairs) % 2 else []
-    single += single[-1:] if len(single) % 2 else []
-    return pairs + single
 
 
 def launch(name, iteration, iterations, arrays, out_types, matrices, layout, interpret):
@@ -162,19 +132,13 @@ def launch(name, iteration, iterations, arrays, out_types, matrices, layout, int
         return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
 
     body.__name__ = name
-    released = functools.partial(plgpu.Barrier, num_barriers=stages)
-    written = plgpu.Barrier
-    if layout.pairs:
-        grid = dict(grid=(matrices, layout.cluster // 2), grid_names=("matrix", "pair"),
-                    cluster=(2,), cluster_names=("half",))  # fmt: skip
-        written = functools.partial(plgpu.ClusterBarrier, collective_axes=("half",))
-        released = functools.partial(written, num_barriers=stages)
-    elif layout.apart:
+    if layout.apart:
         grid = dict(grid=(matrices, layout.cluster), grid_names=("matrix", "part"))
+        written = plgpu.Barrier(num_arrivals=warpgroups + 1)
     else:
         grid = dict(grid=(matrices,), grid_names=("matrix",), cluster=(layout.cluster,),
                     cluster_names=("part",))  # fmt: skip
-        written = functools.partial(plgpu.ClusterBarrier, collective_axes=("part",))
+        written = plgpu.ClusterBarrier(collective_axes=("part",), num_arrivals=warpgroups + 1)
     call = compat.gpu_kernel(
         body,
         out_type=list(out_types),
@@ -183,8 +147,8 @@ def launch(name, iteration, iterations, arrays, out_types, matrices, layout, int
             plgpu.RefUnion(shared(stages, BLOCK, layout.width), shared(stages, tile, BLOCK)),
             shared(warpgroups, BLOCK, BLOCK),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            released(num_arrivals=warpgroups),
-            written(num_arrivals=warpgroups + 1),
+            plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+            written,
         ],
         **grid,
         num_threads=warpgroups + 1,
@@ -212,8 +176,6 @@ class _Ring:
     def own_tiles(self, step: Step, start: int):
         """The first of this CTA's tiles of a step, and how many it has."""
         parts = self.layout.cluster
-        if self.layout.pairs:
-            return 2 * lax.axis_index("pair") + lax.axis_index("half"), jnp.int32(1)
         first = lax.rem(lax.axis_index("part") + (parts - start % parts), jnp.int32(parts))
         count = lax.div(self.layout.tiles(step) - first + parts - 1, jnp.int32(parts))
         return first, count
@@ -275,8 +237,7 @@ class _Ring:
         @pl.loop(0, step.inner // BLOCK)
         def _(i):
             slot = self._free_slot(done + i)
-            shared = "half" if self.layout.pairs else None
-            copy_in(left, (rows, span(i)), self.lefts.at[slot], self.full.at[slot], shared)
+            copy_in(left, (rows, span(i)), self.lefts.at[slot], self.full.at[slot])
             index = (columns, span(i)) if step.symmetric else (span(i), columns)
             copy_in(right, index, self.rights[int(step.symmetric)].at[slot], self.full.at[slot])
 

@@ -59,13 +59,11 @@ def choices(reference) -> tuple:
     return reference if isinstance(reference, tuple) else ((None, reference),)
 
 
-def copy_in(reference, index, target, barrier, shared: str | None = None) -> None:
-    """Starts the load of a part of a step's operand into shared memory, of all CTAs along `shared`
-    if each of them loads the same."""
+def copy_in(reference, index, target, barrier) -> None:
+    """Starts the load of a part of a step's operand into shared memory."""
     for here, source in choices(reference):
         def start(source=source):
-            axes = {} if shared is None else {"collective_axes": shared}
-            compat.mosaic_gpu().copy_gmem_to_smem(source.at[index], target, barrier, **axes)
+            compat.mosaic_gpu().copy_gmem_to_smem(source.at[index], target, barrier)
 
         start() if here is None else pl.when(here)(start)
 

@@ -22,7 +22,6 @@ from ttt_kernels.newton_schulz.mosaic_gpu_step import BLOCK, Step
 
 TILE = 128
 STAGES = 6
-PAIRS = False
 FEWEST_TILES = 120  # timed: 126, those of six matrices of 768 rows
 
 
@@ -109,9 +108,7 @@ def _launch(name: str, factors, table=None, interpret=None):
             )
         return (step,)
 
-    tiles = _tiles(rows)
-    tiles += PAIRS * (tiles % 2)
-    layout = Layout(TILE, TILE, tiles, STAGES, apart=True, pairs=PAIRS)
+    layout = Layout(TILE, TILE, _tiles(rows), STAGES, apart=True)
     out_types = [jax.ShapeDtypeStruct((count, rows, rows), jnp.bfloat16)]
     arrays = [*factors, *([] if table is None else [table])]
     (made,) = mosaic_gpu_ring.launch(
