@@ -18,6 +18,7 @@ from ttt_jax.data.images import check_readable, image_iterator
 from ttt_jax.tasks.base import Result, place_whole_rows, rows_to_read
 from ttt_jax.tasks.class_scores import ClassScores
 from ttt_jax.tasks.image_grid import draw_predictions
+from ttt_kernels import compat
 
 Batch = dict[str, jax.Array]
 
@@ -234,7 +235,12 @@ def _eval_step(mesh: Mesh) -> Any:
         return losses, label_rank(logits, labels), labels, batch["weights"]
 
     whole = NamedSharding(mesh, PartitionSpec())
-    return jax.jit(eval_step, static_argnums=0, out_shardings=whole)
+    return jax.jit(
+        eval_step,
+        static_argnums=0,
+        out_shardings=whole,
+        compiler_options=compat.program_options(),
+    )
 
 
 @functools.partial(jax.jit, static_argnums=0)

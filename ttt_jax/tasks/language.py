@@ -16,6 +16,7 @@ from ttt_jax.data.duplicates import warn_of_shared
 from ttt_jax.data.tokenizers import load_tokenizer
 from ttt_jax.objective import make_token_loss, token_losses
 from ttt_jax.tasks.base import Result, place_whole_rows, rows_to_read
+from ttt_kernels import compat
 
 Batch = dict[str, jax.Array]
 
@@ -134,7 +135,12 @@ def _eval_step(mesh: Mesh, loss_chunk: int, documents: bool) -> Any:
         return nll, batch["weights"], batch["segment_ids"]
 
     whole = NamedSharding(mesh, PartitionSpec())
-    return jax.jit(eval_step, static_argnums=0, out_shardings=whole)
+    return jax.jit(
+        eval_step,
+        static_argnums=0,
+        out_shardings=whole,
+        compiler_options=compat.program_options(),
+    )
 
 
 def _seen(batch: dict[str, Any], documents: bool) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from ttt_jax.tasks.base import Result, place_whole_rows, rows_to_read
 from ttt_jax.tasks.lpips import load_lpips, lpips
 from ttt_jax.tasks.view_pictures import draw_strip, draw_turntable
 from ttt_jax.tasks.view_scores import ViewScores, psnr, ssim, trivial_answers
+from ttt_kernels import compat
 
 Batch = dict[str, jax.Array]
 
@@ -218,4 +219,9 @@ def _eval_step(mesh: Mesh, inputs: int, lpips_file: str) -> Any:
         return scores, batch["scenes"], batch["weights"]
 
     whole = NamedSharding(mesh, PartitionSpec())
-    return jax.jit(eval_step, static_argnums=0, out_shardings=whole)
+    return jax.jit(
+        eval_step,
+        static_argnums=0,
+        out_shardings=whole,
+        compiler_options=compat.program_options(),
+    )
