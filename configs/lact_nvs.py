@@ -16,9 +16,8 @@ The rendered scenes depend on NumPy's generator.
 
 114m: the paper gives its length, data and number of parameters; shape, batch and rate are ours.
 14 and 24: batch, rates and length are the official code's, whose perceptual loss is left out.
-14 on made-up views, 2 scenes of 8 + 8 a step, --config.model.remat=none and scan_layers=False,
-XLA_FLAGS=--xla_gpu_enable_triton_gemm=false: 119 ms a step and 39.6 ms forward on one H200 (the
-official PyTorch code: 261 and 79). Without that flag it was not measured.
+14 on made-up views, 2 scenes of 8 + 8 a step, --config.model.remat=none and scan_layers=False:
+118 ms a step and 38.5 ms forward on one H200 (the official PyTorch code: 261 and 79).
 --config.data.source=... names your scenes: a folder, or a JSON list of camera files.
 """
 
