@@ -1,4 +1,7 @@
-"""What the Mosaic GPU kernels share that walk over an array's rows at the speed of the memory.
+"""What the Mosaic GPU kernels share whose passes need sums over rows and over columns both.
+
+By rings they were faster than by `rows`, which loads straight into registers; passes that keep no
+sums of columns are faster that way.
 
 Every multiprocessor has one block of threads, of several warpgroups that do the same by
 themselves: each goes over its own share of the rows, a few at a time, with the next ones on
@@ -13,7 +16,6 @@ import functools
 import itertools
 import math
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -37,9 +39,6 @@ class Walk:
       stages: slots of a warpgroup's ring, where there is room for so many.
       sums: over columns that `add_up` makes.
       step: rows of a step, a multiple of 4: a warp has one or more.
-      blocks: of columns, each with thread blocks of its own.
-      pieces: blocks of columns that a warpgroup takes one after another; then `blocks` is 1.
-      turns: steps are dealt out in turn; else each warpgroup has neighbouring ones.
     """
 
     rows: int
@@ -49,14 +48,11 @@ class Walk:
     stages: int
     sums: int = 0
     step: int = 4
-    blocks: int = 1
-    pieces: int = 1
-    turns: bool = False
 
     @property
     def groups(self) -> int:
-        """Thread blocks for a block of columns."""
-        return max(1, min(CTAS // self.blocks, self.rows // self.step))
+        """Thread blocks."""
+        return max(1, min(CTAS, self.rows // self.step))
 
     @property
     def slots(self) -> int:
@@ -92,8 +88,8 @@ class Walk:
     def launch(self, interpret) -> dict:
         """Arguments of `compat.gpu_kernel`, but for the types."""
         return dict(
-            grid=(self.blocks, self.groups),
-            grid_names=("block", "group"),
+            grid=(self.groups,),
+            grid_names=("group",),
             num_threads=self.warpgroups,
             thread_name="warpgroup",
             interpret=interpret,
@@ -118,81 +114,33 @@ class Walk:
         """`carry = step(first row, arrays, carry)` for every step of the warpgroup's share.
 
         Args:
-          sources: arrays of `rows` in global memory, [rows, blocks * columns].
+          sources: arrays of `rows` in global memory, [rows, columns].
           scratch: the first two of `scratch`.
           step: gets [step, columns] of each source.
           carry: of the first step.
         """
-        row, count, take = self._start(sources, scratch)
-
-        def body(i, carry):
-            arrays = take(i)
-            return step(row(i), arrays, carry)
-
-        return lax.fori_loop(0, count, body, carry)
-
-    def run_pieces(self, sources, scratch, step) -> None:
-        """`step(first row, walk)` for every step of the warpgroup's share, of rows in pieces.
-
-        Args:
-          sources: arrays of `rows` in global memory, [rows, pieces * columns].
-          scratch: the first two of `scratch`.
-          step: calls `walk(function, carry)` once, which makes `carry = function(columns, arrays,
-            carry)` for every piece, with [step, columns] of each source, and returns the last.
-        """
-        row, count, take = self._start(sources, scratch)
-
-        def body(i, _):
-            def walk(function, carry):
-                def piece(p, carry):
-                    return function(self._piece(p), take(i * self.pieces + p), carry)
-
-                return lax.fori_loop(0, self.pieces, piece, carry)
-
-            step(row(i), walk)
-
-        lax.fori_loop(0, count, body, None)
-
-    def _start(self, sources, scratch):
-        """Fills the ring: the first rows of the share's steps, their number, what reads the ring.
-
-        The latter must be called for every number from 0 on; it copies what lies ahead.
-        """
         plgpu = compat.mosaic_gpu()
         ring, full = scratch
-        w, shares = lax.axis_index("warpgroup"), self.groups * self.warpgroups
+        w = lax.axis_index("warpgroup")
         share = lax.axis_index("group") * self.warpgroups + w
-        if self.turns:  # the last ones go to all thread blocks alike
-            share = w * self.groups + lax.axis_index("group")
-        least, longer = divmod(self.rows // self.step, shares)
+        least, longer = divmod(self.rows // self.step, self.groups * self.warpgroups)
         low = share * least + jnp.minimum(share, longer)
-
-        def row(i):
-            return (share + i * shares if self.turns else low + i) * self.step
-
         count = least + (share < longer).astype(jnp.int32)
-        columns, mode = self.here(), plgpu.OOBFillMode.ZEROS
-        if self.blocks * self.pieces == 1:  # whole rows lie one after another: any length
-            columns, mode = slice(None), plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 
         def fetch(i):
-            slot, step, here = lax.rem(i, jnp.int32(self.slots)), i, columns
-            if self.pieces > 1:
-                pieces = jnp.int32(self.pieces)
-                step, here = lax.div(i, pieces), self._piece(lax.rem(i, pieces))
+            slot = lax.rem(i, jnp.int32(self.slots))
             for j, source in enumerate(sources):
                 plgpu.copy_gmem_to_smem(
-                    source.at[pl.ds(row(step), self.step), here],
+                    source.at[pl.ds((low + i) * self.step, self.step)],
                     ring.at[w, slot, j],
                     full.at[w * self.slots + slot],
-                    oob_mode=mode,
+                    oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,  # copies of any length
                 )
 
-        number = count if self.pieces == 1 else count * self.pieces
         for i in range(self.slots):
-            pl.when(i < number)(lambda i=i: fetch(jnp.int32(i)))
+            pl.when(i < count)(lambda i=i: fetch(jnp.int32(i)))
 
-        def take(i):
+        def body(i, carry):
             slot = lax.rem(i, jnp.int32(self.slots))
             plgpu.barrier_wait(full.at[w * self.slots + slot])
             arrays = [
@@ -200,22 +148,14 @@ class Walk:
                 for j in range(self.inputs)
             ]
             plgpu.commit_smem()  # all has been read before the slot is written again
-            pl.when(i + self.slots < number)(lambda: fetch(i + self.slots))
-            return arrays
+            pl.when(i + self.slots < count)(lambda: fetch(i + self.slots))
+            return step((low + i) * self.step, arrays, carry)
 
-        return row, count, take
-
-    def _piece(self, index):
-        return pl.ds(index * self.columns, self.columns)
-
-    def here(self):
-        """The columns of a thread block."""
-        return pl.ds(lax.axis_index("block") * self.columns, self.columns)
+        return lax.fori_loop(0, count, body, carry)
 
     def load_vector(self, ref):
-        """A block's columns of a vector in global memory; `wide` makes rows of it."""
-        layout = self.vector_layout()
-        return compat.mosaic_gpu().load(ref.at[self.here()], layout=layout, optimized=False)
+        """A vector in global memory; `wide` makes rows of it."""
+        return compat.mosaic_gpu().load(ref, layout=self.vector_layout(), optimized=False)
 
     def zeros(self) -> tuple:
         """Where the sums begin, [4, columns] each."""
@@ -231,13 +171,12 @@ class Walk:
 
         Args:
           totals: of this warpgroup.
-          out_ref: [groups, sums, blocks * columns] float32; a row of it is written.
+          out_ref: [groups, sums, columns] float32; a row of it is written.
           scratch: the last two of `scratch`.
         """
         plgpu = compat.mosaic_gpu()
         parts, meet = scratch
-        w, group, summed = lax.axis_index("warpgroup"), lax.axis_index("group"), self.partial[-1]
-        columns = pl.ds(lax.axis_index("block") * summed, summed)
+        w, group = lax.axis_index("warpgroup"), lax.axis_index("group")
         for n, total in enumerate(totals):
             compat.store(parts.at[w], total)
             plgpu.barrier_arrive(meet)
@@ -251,13 +190,8 @@ class Walk:
                     for i in range(self.warpgroups)
                     for j in itertools.product(*map(range, self.partial[:-1]))
                 ]
-                compat.store(out_ref.at[group, n, columns], functools.reduce(jnp.add, rows))
+                compat.store(out_ref.at[group, n], functools.reduce(jnp.add, rows))
 
             if n + 1 < len(totals):
                 plgpu.barrier_arrive(meet)
                 plgpu.barrier_wait(meet)
-
-
-def wide(vector, like) -> jax.Array:
-    """A vector of columns, or of a group's, for every row of `like`."""
-    return lax.broadcast_in_dim(vector, like.shape, (like.ndim - 1,))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -62,11 +61,6 @@ class Rows:
     def vector_layout(self):
         """Registers of what every row has, [columns]."""
         return self.layout().reduce(0)
-
-    @property
-    def partial(self) -> tuple[int, ...]:
-        """Of a sum that `store_sums` takes."""
-        return (4, self.columns)
 
     def launch(self, interpret) -> dict:
         """Arguments of `compat.gpu_kernel`, but for the types."""
@@ -166,7 +160,7 @@ class Rows:
 
     def scratch(self) -> list:
         """Shared memory that `store_sums` takes."""
-        return [compat.mosaic_gpu().SMEM(self.partial, jnp.float32)]
+        return [compat.mosaic_gpu().SMEM((4, self.columns), jnp.float32)]
 
     def store_sums(self, ref, totals, scratch) -> None:
         """Adds the warps' sums [4, columns] of a thread block, always in the same order.
@@ -180,10 +174,7 @@ class Rows:
         layout = self.vector_layout()
         for n, total in enumerate(totals):
             compat.store(scratch, total)  # Pallas waits for all warps before and behind it
-            rows = [
-                load(scratch.at[i], layout=layout, optimized=False)
-                for i in itertools.product(*map(range, self.partial[:-1]))
-            ]
+            rows = [load(scratch.at[i], layout=layout, optimized=False) for i in range(4)]
             compat.store(ref.at[group, n, columns], functools.reduce(jnp.add, rows))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.tolerances import assert_close, tolerance
-from ttt_kernels import compat
+from ttt_kernels import compat, row_walk
 from ttt_kernels.norm_parts import mosaic_gpu, norm_parts, xla
 
 BF16_RMS = 0.01
@@ -83,10 +83,10 @@ needs_layouts = pytest.mark.skipif(
        for c in CASES if c not in ("attention", "key and value")],
 )  # fmt: skip
 def test_the_kernels_in_the_interpreter(case, monkeypatch, capfd):
-    """With race detection; shares of the rows of uneven size."""
-    monkeypatch.setattr(mosaic_gpu, "SUMMING", 6)
+    """With race detection; rings that go round, and shares of uneven size."""
+    monkeypatch.setattr(row_walk, "CTAS", 1)
     jax.clear_caches()  # of programs that were made with another number
-    x, scales = make(case, jnp.bfloat16, rows=44)
+    x, scales = make(case, jnp.bfloat16, rows=76)
     found = results(x, scales, interpreted, case)
     assert "RACE" not in "".join(capfd.readouterr())
     for got, want in zip(found, results(x.astype(jnp.float32), scales, plain, case), strict=True):

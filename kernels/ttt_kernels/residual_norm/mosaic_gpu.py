@@ -13,13 +13,14 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from ttt_kernels import compat
-from ttt_kernels.rows import Rows, store, wide
+from ttt_kernels.row_walk import Walk
+from ttt_kernels.rows import wide
 
-ROWS = 4  # of a thread block; a warp each
-BACKWARD = 132 * 6  # thread blocks that fit into the GPU, times the sums that each has
-AHEAD = False  # whether these load a step's rows before they work on the step before
+ROWS = 4  # of a step; a warp each
+STAGES = 4  # slots of a warpgroup's ring
 MAX_FEATURES = 1024  # that a row fits into a warp's registers
 
 
@@ -105,39 +106,39 @@ def forward(arrays: _Arrays, epsilon: float, interpret) -> tuple[jax.Array, ...]
     stream = [_rows(a) for a in (x, arrays.branch) if a is not None]
     vectors = [_float(a) for a in (arrays.branch_bias, arrays.scale, arrays.bias) if a is not None]
     factor, period = _factors(arrays.factor, x)
-    rows = Rows(*stream[0].shape, step=ROWS)
+    walk = Walk(*stream[0].shape, len(stream), warpgroups=4, stages=STAGES, step=ROWS)
     count, biased = has_branch + has_norm, arrays.branch_bias is not None
 
     def residual_norm_forward(*refs):
         refs = list(refs)
         sources = [refs.pop(0) for _ in stream]
-        vector_refs = [refs.pop(0) for _ in vectors]
+        rows = [walk.load_vector(refs.pop(0)) for _ in vectors]
         factor_ref = refs.pop(0) if factor is not None else None
-        out_refs = refs
+        out_refs = [refs.pop(0) for _ in range(count)]
 
-        def step(here, arrays, carry):
-            s = arrays[0]
+        def step(row, arrays, carry):
+            s, here = arrays[0], pl.ds(row, ROWS)
+            times = None if factor is None else _factor(walk, factor_ref, row, period)
             if has_branch:
-                branch = arrays[1]
-                if biased:
-                    branch = branch + wide(rows.load_vector(vector_refs[0]), s)
+                branch = arrays[1] + wide(rows[0], s) if biased else arrays[1]
                 if factor is not None:
-                    branch = branch * _factor(rows, factor_ref, here, period)
+                    branch = branch * times
                 s = (s + branch).astype(x.dtype)
-                store(out_refs[0].at[here], s)
+                compat.store(out_refs[0].at[here], s)
                 s = s.astype(jnp.float32)
             if has_norm:
                 normal, _ = _normalize(s, epsilon)
-                scale, bias = (wide(rows.load_vector(ref), s) for ref in vector_refs[-2:])
-                store(out_refs[-1].at[here], normal * scale + bias)
+                y = normal * wide(rows[-2], s) + wide(rows[-1], s)
+                compat.store(out_refs[-1].at[here], y.astype(x.dtype))
             return carry
 
-        rows.walk(sources, step)
+        walk.run(sources, refs, step)
 
     call = compat.gpu_kernel(
         residual_norm_forward,
         out_type=[jax.ShapeDtypeStruct(stream[0].shape, x.dtype)] * count,
-        **rows.launch(interpret),
+        scratch_types=walk.scratch(),
+        **walk.launch(interpret),
     )
     results = call(*stream, *vectors, *([] if factor is None else [factor]))
     results = [y.reshape(x.shape) for y in results]
@@ -164,42 +165,44 @@ def backward(kept: _Arrays, errors: tuple, has_branch: bool, epsilon: float, int
     factor, period = _factors(kept.factor, like)
     writes_branch = factor is not None
     made, sums = has_norm + writes_branch, 2 * has_norm + has_branch
-    steps = -(-len(stream[0]) // (ROWS * (BACKWARD // sums)))
-    rows = Rows(*stream[0].shape, step=ROWS, steps=steps, ahead=AHEAD)
+    # Of three, the sums spill registers, and that to the L2: rings leave little of the L1.
+    warpgroups = 2 if sums == 3 else 3
+    walk = Walk(*stream[0].shape, len(stream), warpgroups, STAGES, sums, ROWS)
 
     def residual_norm_backward(*refs):
         refs = list(refs)
         sources = [refs.pop(0) for _ in stream]
-        scale_ref = refs.pop(0) if has_norm else None
+        scale = [walk.load_vector(refs.pop(0)) for _ in vectors]
         factor_ref = refs.pop(0) if writes_branch else None
         out_refs = [refs.pop(0) for _ in range(made)]
-        sums_ref, scratch = refs
+        sums_ref, *scratch = refs
 
-        def step(here, arrays, totals):
-            error, terms = arrays[0], ()
+        def step(row, arrays, totals):
+            here, terms = pl.ds(row, ROWS), ()
+            times = _factor(walk, factor_ref, row, period) if writes_branch else None
+            error = arrays[0]
             if has_norm:
                 dy, s = arrays[1:]
                 normal, inverse = _normalize(s, epsilon)
                 terms = (dy * normal, dy)
-                scale = wide(rows.load_vector(scale_ref), s)
-                error = error + _normalize_backwards(dy, normal, inverse, scale)
-                store(out_refs[0].at[here], error)
+                error = error + _normalize_backwards(dy, normal, inverse, wide(scale[0], s))
+                compat.store(out_refs[0].at[here], error.astype(like.dtype))
             if writes_branch:
-                error = error * _factor(rows, factor_ref, here, period)
-                store(out_refs[-1].at[here], error)
+                error = error * times
+                compat.store(out_refs[-1].at[here], error.astype(like.dtype))
             if has_branch:
                 terms = (*terms, error)
-            return tuple(a + rows.fold(b) for a, b in zip(totals, terms, strict=True))
+            return tuple(a + walk.fold(b) for a, b in zip(totals, terms, strict=True))
 
-        totals = rows.walk(sources, step, (rows.zeros(),) * sums)
-        rows.store_sums(sums_ref, totals, scratch)
+        totals = walk.run(sources, scratch[:2], step, walk.zeros())
+        walk.add_up(totals, sums_ref, scratch[2:])
 
-    partial_sums = jax.ShapeDtypeStruct((rows.groups, sums, rows.columns), jnp.float32)
+    partial_sums = jax.ShapeDtypeStruct((walk.groups, sums, walk.columns), jnp.float32)
     call = compat.gpu_kernel(
         residual_norm_backward,
         out_type=[jax.ShapeDtypeStruct(stream[0].shape, like.dtype)] * made + [partial_sums],
-        scratch_types=rows.scratch(),
-        **rows.launch(interpret),
+        scratch_types=walk.scratch(),
+        **walk.launch(interpret),
     )
     *made, partial_sums = call(*stream, *vectors, *([factor] if writes_branch else []))
     made = [y.reshape(like.shape) for y in made]
@@ -241,11 +244,14 @@ def _factors(factor, x):
     return (jnp.repeat(factor, period), 1) if period % ROWS else (factor, period)
 
 
-def _factor(rows: Rows, ref, here, period: int):
+def _factor(walk: Walk, ref, row, period: int):
     """The factors of a step's rows, [rows, features] or one number."""
     if period > 1:
-        return ref[lax.div(here.start, jnp.int32(period))]
-    return rows.load_numbers(ref.at[here])
+        return ref[lax.div(row, jnp.int32(period))]
+    layout, shape = walk.layout().reduce(1), (ROWS, walk.columns)
+    here = ref.at[pl.ds(row, ROWS)]
+    factors = compat.mosaic_gpu().load(here, layout=layout, optimized=False)
+    return lax.broadcast_in_dim(factors, shape, (0,))
 
 
 def _row_mean(x):
