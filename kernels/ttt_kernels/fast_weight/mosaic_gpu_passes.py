@@ -18,9 +18,7 @@ from jax.experimental import pallas as pl
 from ttt_kernels import compat
 from ttt_kernels.rows import Rows, store
 
-COLUMNS = 256  # of a thread block, at most
-# Where a thread block goes through whole rows: rows, columns of a piece, `Rows.ahead`.
-ERRORS_BACKWARD = (4, 128, False)
+COLUMNS = 256  # of a thread block, or of a piece of the rows that it goes through, at most
 TIMED_WIDTH = 1024  # of the hidden layer
 
 
@@ -97,9 +95,7 @@ def _errors_backward(interpret, kept, cotangents):
                                           *map(_rows, (error, d_hidden)))  # fmt: skip
     rates = _rows(rates)
     hidden = error.shape[1]
-    step, columns, ahead = ERRORS_BACKWARD
-    step, columns = math.gcd(len(error), step), math.gcd(hidden, columns)
-    pieces = Rows(len(error), columns, step, ahead=ahead)
+    pieces = Rows(len(error), math.gcd(hidden, COLUMNS), ahead=True)
 
     def glu_errors_backward(
         gate_up_ref, error_ref, rates_ref, d_hidden_ref, d_errors_ref,
