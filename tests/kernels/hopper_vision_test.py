@@ -10,33 +10,25 @@ import pytest
 from tests.kernels import bias_gelu_test, depthwise_conv_test, glu_step_test, hopper
 from tests.kernels import norm_parts_test as parts_test
 from tests.kernels import residual_norm_test as norm_test
-from ttt_kernels.bias_gelu import api as gelu_api
 from ttt_kernels.bias_gelu import bias_gelu
 from ttt_kernels.depthwise_conv import depthwise_conv
 from ttt_kernels.glu_step import glu_step, glu_step_beside
 from ttt_kernels.norm_parts import norm_parts
 from ttt_kernels.residual_norm import add_branch, residual_norm
-from ttt_kernels.residual_norm import api as norm_api
 
 
-def forms(api):
-    """The implementations by kernels that an operation has."""
-    return [name for name in ("mosaic_gpu", "triton") if hasattr(api, name)]
-
-
-def check(way, results, x, function, kernels, form="mosaic_gpu", gather=None, steep=False):
+def check(way, results, x, function, kernels, gather=None, steep=False):
     """Results of `function(implementation)` by kernels in bfloat16 and by XLA in float32.
 
     Args:
       results: of (arguments, function) with arguments as a dict.
       x: arguments.
-      form: the implementation by kernels.
       steep: they amplify bfloat16's roundings: held to XLA's error.
     """
     def program(name, x):
         return results(x if gather is None else gather(x), function(name))
 
-    by_kernels = functools.partial(program, hopper.implementation(way, form))
+    by_kernels = functools.partial(program, hopper.implementation(way))
     got = hopper.run(way, by_kernels, x, kernels=kernels)
     if got is not None:
         by_xla = functools.partial(program, "xla")
@@ -135,8 +127,7 @@ NORM = {f"{name}, {features}": (arrays, features) for features in (768, 192, 64,
 
 
 @hopper.ways(NORM, ordinary=("all, 64",), xla=("no norm, 64",))
-@pytest.mark.parametrize("form", forms(norm_api))
-def test_residual_norm(case, way, form):
+def test_residual_norm(case, way):
     names, features = case
     x = norm_test.make(names, features, jnp.bfloat16)
 
@@ -150,7 +141,7 @@ def test_residual_norm(case, way, form):
         return run
 
     kernels = {"residual_norm_forward", "residual_norm_backward"}
-    check(way, norm_test.results.__wrapped__, x, function, kernels, form)
+    check(way, norm_test.results.__wrapped__, x, function, kernels)
 
 
 @hopper.ways({name: name for name in parts_test.CASES}, xla=("query",))
@@ -174,8 +165,7 @@ GELU = {f"{rows} x {features}": (rows, features)
 
 
 @hopper.ways(GELU, ordinary=("8 x 128",))
-@pytest.mark.parametrize("form", forms(gelu_api))
-def test_bias_gelu(case, way, form):
+def test_bias_gelu(case, way):
     def function(name):
         return functools.partial(bias_gelu, implementation=name)
 
@@ -184,4 +174,4 @@ def test_bias_gelu(case, way, form):
 
     x = bias_gelu_test.make(*case, jnp.bfloat16)
     kernels = {"bias_gelu_forward", "bias_gelu_backward"}
-    check(way, results, x, function, kernels, form)
+    check(way, results, x, function, kernels)
