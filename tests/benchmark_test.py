@@ -13,7 +13,7 @@ import pytest
 from ttt_jax import tables
 from ttt_jax.benchmark import common, decode, peers, suites, timing
 
-SIZE = common.Size(96, 1, 8, 16, ((1, 8),), ((2, 16),), "float32")
+SIZE = common.Size(96, 1, 8, 16, ((1, 8),), ((2, 16, 16),), "float32")
 OPTIONS = common.Options(size=SIZE, seconds=1e-3, batches=2, variants=(0, 6))
 
 
@@ -119,7 +119,7 @@ def test_program_runs_and_refuses_an_unknown_suite(tmp_path):
     done = subprocess.run([*command, "--suite=newton_schulz", f"--out={tmp_path}"],
                           capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "8x32^2" in done.stdout and (tmp_path / "newton_schulz.csv").exists()
+    assert "8x32x32" in done.stdout and (tmp_path / "newton_schulz.csv").exists()
     for flag, message in (("--suite=nothing", "--suite=['nothing'] must be among"),
                           ("--out=/proc/none", "out='/proc/none' cannot be written to")):
         done = subprocess.run([*command, flag], capture_output=True, text=True, timeout=240)

@@ -25,7 +25,7 @@ class Size:
       heads, dim: heads and head width of the LaCT layer.
       chunk: tokens a chunk of the LaCT layer.
       attention: (heads, dim) pairs of the token-causal suite.
-      matrices: (number, width) pairs of the Newton-Schulz suite.
+      matrices: (number, rows, columns) of the Newton-Schulz suite.
       dtype: of the inputs.
     """
 
@@ -34,15 +34,18 @@ class Size:
     dim: int
     chunk: int
     attention: tuple[tuple[int, int], ...]
-    matrices: tuple[tuple[int, int], ...]
+    matrices: tuple[tuple[int, int, int], ...]
     dtype: str
 
 
 SIZES = {
-    # LaCT-760M's layer; minutes on one H200.
-    "full": Size(32768, 4, 384, 2048, ((12, 128), (24, 64)), ((64, 384), (64, 128)), "bfloat16"),
+    # LaCT-760M's layer, and the matrices of LaCT-NVS too; minutes on one H200.
+    "full": Size(
+        32768, 4, 384, 2048, ((12, 128), (24, 64)),
+        ((64, 384, 384), (64, 128, 128), (6, 768, 1536)), "bfloat16",
+    ),
     # Under two minutes on two CPU cores.
-    "small": Size(8192, 2, 32, 256, ((2, 32),), ((8, 32),), "float32"),
+    "small": Size(8192, 2, 32, 256, ((2, 32),), ((8, 32, 32),), "float32"),
 }
 
 

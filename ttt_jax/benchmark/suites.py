@@ -81,27 +81,30 @@ def throughput_table(options: Options) -> list[Row]:
 
 
 def newton_schulz_suite(options: Options) -> list[Row]:
-    """Orthogonalisation of a batch of square matrices, five iterations x implementations."""
+    """Orthogonalisation of a batch of matrices, five iterations x implementations."""
     rows = []
-    for count, width in options.size.matrices:
-        def draw(seed, shape=(count, width, width)):
+    for count, *sides in options.size.matrices:
+        case = f"{count}x{sides[0]}x{sides[1]}"
+
+        def draw(seed, shape=(count, *sides)):
             return jax.random.normal(jax.random.key(seed), shape).astype(options.size.dtype)
 
         arguments, cotangents = [(draw(0),), (draw(1),)], [draw(2), draw(3)]
-        limit = floor_ms(5 * 3 * 2.0 * width**3 * count, 4.0 * count * width**2)
-        for name in ("xla", "mosaic_gpu", "mosaic_tpu"):
+        small, large = sorted(sides)
+        products = 2.0 * small**2 * (2 * large + small)  # of an iteration: two with X, one of A
+        limit = floor_ms(5 * products * count, 4.0 * count * small * large)
+        for name in ("xla", "mosaic_gpu", "symmetric", "mosaic_tpu"):
             def orthogonalise(x, name=name):
                 return newton_schulz(x, LACT_COEFFICIENTS, implementation=name)
 
             for direction, timing in passes(orthogonalise, arguments, cotangents, options,
                                             static=f"newton_schulz_{name}"):
                 if isinstance(timing, str):
-                    print(f"newton_schulz {count}x{width}^2 {name}: {timing}")
+                    print(f"newton_schulz {case} {name}: {timing}")
                     break
                 row = times(timing, 1, limit if direction == "fwd" else None)
                 del row["Mtok/s"]
-                rows.append({"case": f"{count}x{width}^2", "implementation": name,
-                             "pass": direction, **row})
+                rows.append({"case": case, "implementation": name, "pass": direction, **row})
                 options.report(rows[-1], timing)
     return rows
 
