@@ -43,7 +43,7 @@ def test_each_scene_of_a_turntable_has_its_number(tmp_path):
 @pytest.mark.parametrize("count, height, width", [(3, 8, 8), (9, 8, 16), (9, 16, 8)])
 def test_each_image_of_a_grid_has_its_title(count, height, width, tmp_path):
     """Of two lines where it is wrong, with both ends of long names, inside the picture."""
-    classes = [f"a class with a long name {index}" for index in range(3)]
+    classes = [f"a class with $a long name$ {index}" for index in range(3)]
     images, scores = np.full((count, height, width, 3), 200, np.uint8), np.eye(3)[[1] * count]
     draw_predictions(tmp_path / "wrong.png", images, [0] * count, scores, classes)
     draw_predictions(tmp_path / "right.png", images, [1] * count, scores, classes)

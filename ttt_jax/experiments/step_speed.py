@@ -13,16 +13,16 @@ import dataclasses
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
-from absl import app, flags
+from absl import flags
 from flax import nnx
 from ml_collections import config_flags
 
-from ttt_jax import config_files, metrics, sharding
+from ttt_jax import metrics, programs, sharding
 from ttt_jax.config import Config
 from ttt_jax.tasks import Task, make_task
 from ttt_jax.train_step import TrainState, init_state, make_train_step, make_trainee
@@ -176,10 +176,9 @@ def format_table(rows: list[Row], counted: str) -> str:
     return "\n".join(lines)
 
 
-def main(argv: Sequence[str]) -> None:
+def main() -> None:
     """Measures the configuration of the command line and prints the table."""
-    if len(argv) > 1 or _CONFIG.value is None:
-        raise app.UsageError("give --config=configs/NAME.py:size, and flags alone")
+    programs.require(_CONFIG, "configs/vittt.py:b_imagenet")
     config = _CONFIG.value
     config.validate()
     task = make_task(config)
@@ -193,4 +192,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=config_files.parse_flags)
+    programs.run(main)

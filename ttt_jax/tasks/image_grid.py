@@ -44,6 +44,7 @@ def draw_predictions(
             title if right else f"{title}\nis {_short(classes[label])}",
             fontsize=8,
             color="black" if right else "red",
+            parse_math=False,  # a class may be named by dollars
         )
     figure.savefig(path, dpi=100)
 
