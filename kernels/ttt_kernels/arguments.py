@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+_LARGEST = float(np.finfo(np.float32).max)
+
 
 def check_array(name: str, value, *, floating: bool = True) -> None:
     """Checks that an argument is an array, of floats unless `floating` is false.
@@ -49,19 +51,19 @@ def check_flag(name: str, value) -> None:
 
 
 def check_number(name: str, value, least: float = -math.inf) -> None:
-    """Checks that an argument is a finite number of Python or NumPy, from `least` on.
+    """Checks that an argument is a number of Python or NumPy that float32 holds, from `least` on.
 
     Raises:
       ValueError: it is something else, an array, a bool or a NaN for example.
 
     >>> check_number("epsilon", -1.0, least=0)
     Traceback (most recent call last):
-    ValueError: epsilon=-1.0 must be a finite number, 0 or more
+    ValueError: epsilon=-1.0 must be a finite float32 number, 0 or more
     """
     is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value < least:
+    if not is_number or not abs(value) <= _LARGEST or value < least:
         rule = "" if least == -math.inf else f", {least} or more"
-        raise ValueError(f"{name}={value!r} must be a finite number{rule}")
+        raise ValueError(f"{name}={value!r} must be a finite float32 number{rule}")
 
 
 def floating_dtype(name: str, value) -> jnp.dtype:

@@ -43,7 +43,7 @@ def choose(
         reasons = (f"not {name}: {problems[name]}" for name in names[: names.index(first)])
         _log(operation, first, "; ".join(reasons) or "the call and the device suit it")
         return forms[first]
-    if implementation not in names:
+    if not isinstance(implementation, str) or implementation not in names:
         raise ValueError(f"{implementation=} is unknown; use one of {names} or None")
     if problems.get(implementation):
         raise NotImplementedError(

@@ -31,7 +31,7 @@ def test_a_named_form_never_falls_back():
     assert choice.choose("f", "reference", FORMS, problems) == 4
     with pytest.raises(NotImplementedError, match="'mosaic_tpu' cannot.*: a CPU; 'mosaic_gpu' can"):
         choice.choose("f", "mosaic_tpu", FORMS, problems)
-    for unknown in ("cuda", "", ["xla"], 3):
+    for unknown in ("cuda", "", ["xla"], 3, jnp.ones(2)):
         with pytest.raises(ValueError, match=r"unknown; use one of \['mosaic_tpu', .* or None"):
             choice.choose("f", unknown, FORMS, problems)
 

@@ -217,8 +217,9 @@ def test_choice_and_refusals(monkeypatch):
     [({"x": None}, "x=None.*array"), ({"x": [[1.0]]}, "x=.*array"),
      ({"x": jnp.ones(3)}, "matrices"), ({"x": jnp.ones((2, 2), int)}, "x has dtype.*cast it"),
      *(({"coefficients": bad}, "coefficients=.*finite")
-       for bad in ((1.0, 2.0, 3.0), 5, "abc", ((1.0, 2.0),), ((1.0, float("nan"), 2.0),), None)),
-     *(({"eps": bad}, "eps=.*, 0 or more") for bad in ("a", -1.0, float("inf"), None)),
+       for bad in ((1.0, 2.0, 3.0), 5, "abc", ((1.0, 2.0),), ((1.0, float("nan"), 2.0),), None, {},
+                   "", jnp.ones(4), ((10**400, 1, 1),))),
+     *(({"eps": bad}, "eps=.*, 0 or more") for bad in ("a", -1.0, float("inf"), None, 1e39, 10**400)),
      ({"dtype": int}, "dtype=.*floating"), ({"dtype": "foo"}, "dtype='foo' must be"),
      ({"implementation": "foo"}, "implementation='foo' is unknown")],
     ids=str,
@@ -226,3 +227,7 @@ def test_choice_and_refusals(monkeypatch):
 def test_bad_arguments_are_named(arguments, words):
     with pytest.raises(ValueError, match=words):
         newton_schulz(**{"x": jnp.ones((2, 2)), **arguments})
+
+
+def test_a_whole_number_beyond_int32_is_a_number():
+    assert not newton_schulz(jnp.ones((2, 2)), (), eps=10**30).round(3).any()

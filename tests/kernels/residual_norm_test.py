@@ -127,6 +127,7 @@ def test_the_kernels_lower(case, features):
         (dict(factor=jnp.ones(2)), "factor has shape \\(2,\\); it must be \\(4,\\)"),
         (dict(branch_bias=jnp.ones(5)), "branch_bias has shape \\(5,\\)"),
         (dict(scale=jnp.ones(5)), "scale has shape \\(5,\\)"),
+        (dict(epsilon=10**40), "epsilon=10*0 must be a finite float32 number, 0 or more"),
         (dict(implementation="cuda"), "implementation='cuda' is unknown"),
     ],
 )

@@ -183,7 +183,8 @@ def choose(
     prefixes = tuple(PREFIXES) if mode == "parallel" and delta.obstacles(spec) else ()
     if prefixes and parallel.is_dear(spec):
         prefixes = ("associative_scan",)
-    if implementation not in (None, *prefixes):
+    named = isinstance(implementation, str) and implementation in prefixes
+    if not named and implementation is not None:
         raise ValueError(f"{implementation=} with {mode=}: use one of {prefixes} or None")
     if mode == "parallel" and implementation is None and spec.chunk_size == 1 and one_call:
         return Choice("call")  # tiles of many one-token chunks: one state a token would not fit

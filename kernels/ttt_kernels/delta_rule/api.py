@@ -94,7 +94,8 @@ def delta_rule(
     checks.check_arrays(
         q, k, v, beta, log_decay, erase_read, erase_write, initial_state, reset_state, segment_ids
     )
-    if implementation not in (None, "reference", "xla"):
+    named = isinstance(implementation, str) and implementation in ("reference", "xla")
+    if not named and implementation is not None:
         raise ValueError(f"implementation={implementation!r} must be 'reference', 'xla' or None")
     if implementation == "reference" and chunk_size is not None:
         raise ValueError(

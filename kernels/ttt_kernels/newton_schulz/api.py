@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ttt_kernels import compat
 from ttt_kernels.arguments import check_array, check_number, floating_dtype
@@ -48,7 +49,7 @@ def newton_schulz(
 
     Args:
       x: matrices, ``[..., rows, columns]``, floating.
-      coefficients: one triple (a, b, c) an iteration; an empty sequence only normalises.
+      coefficients: one triple (a, b, c) an iteration; the empty tuple only normalises.
       eps: added to the Frobenius norm. Matrices whose norm is not well above it stay small.
       dtype: dtype of the products; ``None`` is ``x.dtype``. ``bfloat16`` is the official choice.
       implementation: ``"xla"`` (any device), ``"mosaic_gpu"`` (Hopper GPUs; bfloat16 products, up
@@ -87,7 +88,7 @@ def newton_schulz(
     if implementation is None:
         problems["symmetric"] = problems["symmetric"] or symmetric.untimed(x)
     module = choose("newton_schulz", implementation, _MODULES, problems)
-    return module.newton_schulz(x, coefficients, eps, dtype)
+    return module.newton_schulz(x, coefficients, float(eps), dtype)
 
 
 def check_settings(coefficients, eps: float) -> tuple[tuple[float, float, float], ...]:
@@ -107,10 +108,12 @@ def check_settings(coefficients, eps: float) -> tuple[tuple[float, float, float]
     """
     check_number("eps", eps, least=0)
     try:
+        known = isinstance(coefficients, Sequence | np.ndarray | jax.Array)
+        known = known and not isinstance(coefficients, str)
         triples = tuple((float(a), float(b), float(c)) for a, b, c in coefficients)
-    except (TypeError, ValueError):
-        triples = None
-    if triples is None or not all(math.isfinite(number) for row in triples for number in row):
+    except (TypeError, ValueError, OverflowError):
+        known = False
+    if not known or not all(math.isfinite(number) for row in triples for number in row):
         raise ValueError(
             f"{coefficients=}: newton_schulz needs (a, b, c) of finite numbers for each iteration, "
             "as MUON_COEFFICIENTS, ((3.4445, -4.7750, 2.0315),) * 5"

@@ -77,4 +77,4 @@ def norm_parts(
             raise ValueError(f"scales has shape {scales.shape}; it must be {(len(kinds), size)}")
     problem = mosaic_gpu.unsupported(x, len(kinds), size) or compat.hopper_problem()
     module = choose("norm_parts", implementation, _MODULES, {"mosaic_gpu": problem})
-    return module.norm_parts(x, scales, kinds, size, epsilon)
+    return module.norm_parts(x, scales, kinds, size, float(epsilon))

@@ -67,7 +67,7 @@ def residual_norm(
         _check_vector(name, array, x)
     check_number("epsilon", epsilon, least=0)
     module = _module("residual_norm", x, implementation)
-    return module.residual_norm(x, branch, branch_bias, factor, scale, bias, epsilon)
+    return module.residual_norm(x, branch, branch_bias, factor, scale, bias, float(epsilon))
 
 
 def add_branch(
