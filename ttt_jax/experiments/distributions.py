@@ -22,14 +22,9 @@ def measure(layers: Sequence[dict[str, jax.Array]], folder: pathlib.Path) -> Val
 
     Returns:
       Lists with a number a layer: distance, mmd, accuracy; see `compare`.
-
-    Raises:
-      ValueError: scikit-learn is not installed.
     """
-    try:
-        from sklearn.manifold import TSNE
-    except ImportError as error:
-        raise ValueError("scikit-learn is missing: pip install 'ttt-jax[experiments]'") from error
+    from sklearn.manifold import TSNE  # a second to import
+
     found: dict[str, list[float]] = {"distance": [], "mmd": [], "accuracy": []}
     maps = {}
     for index, layer in enumerate(layers):
