@@ -138,7 +138,7 @@ def _bad_files(folder):
         "list.jsonl": (b"[1]", r"list\.jsonl:1 has no string in the field"),
         "empty.jsonl": (good + b'\n{"text": ""}', r"empty\.jsonl:3 is an empty document"),
         "half.jsonl": (b'{"text": "\\ud800"}', r"half\.jsonl:1 holds half of a surrogate pair"),
-        "a.parquet": (b"PAR1 not so", r"a\.parquet is not a whole parquet file"),
+        "a.parquet": (b"PAR1 not so", r"a\.parquet is not a whole .*; write it again"),
     }
 
 
@@ -181,6 +181,11 @@ def test_sources_that_are_not_there(tmp_path):
         sources.find_files(str(tmp_path / "a*"))
     with pytest.raises(ValueError, match="folder is a folder without metadata.json"):
         sources.find_files(str(tmp_path / "folder"))
+    (tmp_path / "folder" / "metadata.json").touch()
+    with pytest.raises(ValueError, match="folder holds shards .*; train from them with --config"):
+        sources.find_files(str(tmp_path / "folder"))
+    with pytest.raises(ValueError, match="source='' has no name .an unset shell variable"):
+        sources.find_files("")
 
 
 def test_a_document_of_one_token(tmp_path):

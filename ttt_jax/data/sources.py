@@ -23,8 +23,12 @@ def find_files(source: str) -> list[pathlib.Path]:
       The paths; empty for sources without files.
 
     Raises:
-      ValueError: no such file, a folder, or a file of another kind.
+      ValueError: no name, no such file, a folder, or a file of another kind.
     """
+    if not source.strip():
+        raise ValueError(
+            "source='' has no name (an unset shell variable?); give the path or glob of text files"
+        )
     if source in ("builtin", "wiki") or source.startswith("tfds:"):
         return []
     found = sorted(pathlib.Path(p) for p in glob.glob(str(_expand(source)), recursive=True))
@@ -38,6 +42,11 @@ def find_files(source: str) -> list[pathlib.Path]:
             '"tfds:NAME"'
         )
     for path in found:
+        if (path / METADATA).is_file():
+            raise ValueError(
+                f"source={source!r}: {path} holds shards of tokens already, and no text; train "
+                f"from them with --config.data.source={path}, or give the text files themselves"
+            )
         if path.is_dir():
             raise ValueError(
                 f"source={source!r}: {path} is a folder without {METADATA}; for the text files "
@@ -175,7 +184,10 @@ def _read_parquet(path: pathlib.Path) -> Iterator[Document]:
                 row += 1
     except (pyarrow.ArrowInvalid, UnicodeDecodeError) as error:
         message = str(error).splitlines()[0]
-        raise ValueError(f"{path} is not a whole parquet file of UTF-8 text: {message}") from error
+        raise ValueError(
+            f"{path} is not a whole parquet file of UTF-8 text ({message}); write it again, or "
+            "leave it out of the glob"
+        ) from error
 
 
 def file_stamps(source: str) -> tuple[tuple[str, int, int], ...]:
