@@ -222,9 +222,15 @@ def test_what_is_missing_or_of_another_kind_is_named_with_a_way_out(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="config.json cannot be read as JSON .*; fetch it again"):
         files.read_config(tmp_path)
-    for path in ("text/x.pt", "text/x.safetensors", "none/x.pt"):
+    for path in ("text/x.pt", "text/x.safetensors"):
         with pytest.raises(ValueError, match=r"x\.\w+ cannot be written \(.*\); give another name"):
             files.write_tensors(tmp_path / path, {}, None)
+
+
+@pytest.mark.parametrize("path", ["new/folder/x.pt", "new/folder/x.safetensors", "new/folder"])
+def test_missing_folders_are_made(path, tmp_path):
+    files.write_tensors(tmp_path / path, {"w": np.ones(2)}, {})
+    assert files.read_tensors(tmp_path / path)["w"].tolist() == [1.0, 1.0]
 
 
 def test_the_flag_of_a_path_is_named(tmp_path):

@@ -69,7 +69,8 @@ def write_tensors(
     """Writes a state dict, in one piece or not at all.
 
     Args:
-      path: where nothing is yet. A file by its suffix, or a folder in Hugging Face's form.
+      path: where nothing is yet. A file by its suffix, or a folder in Hugging Face's form; folders
+        above it are made.
       tensors: official name to array.
       config: of ``config.json`` in a folder.
 
@@ -105,13 +106,14 @@ def check_new(path: str | os.PathLike[str]) -> None:
 
 
 def _write(path: pathlib.Path, tensors, config) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".safetensors":
         safetensors_format.write(path, tensors)
     elif path.suffix in TORCH:
         torch_archive.write(path, tensors)
     else:
         draft = path.with_name(f".{path.name}.incomplete-{os.getpid()}")
-        draft.mkdir(parents=True)
+        draft.mkdir()
         try:
             (draft / "config.json").write_text(json.dumps(config, indent=2) + "\n")
             safetensors_format.write(draft / "model.safetensors", tensors)

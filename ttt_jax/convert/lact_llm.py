@@ -106,7 +106,7 @@ def check(config: LactLLMConfig) -> None:
         raise ValueError(
             f"variant={config.variant}, inner_steps={config.inner_steps}, direction="
             f"{config.direction!r}, query={config.query!r}: the official code has variant=0, "
-            "inner_steps=1, 'descent' and 'query' alone"
+            "inner_steps=1, 'descent' and 'query' alone; give a run of these"
         )
 
 

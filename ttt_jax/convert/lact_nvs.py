@@ -10,7 +10,9 @@ from ttt_jax.models.lact_nvs import LactNVSConfig
 def check(config: LactNVSConfig) -> None:
     """Raises ValueError where the official code has no such model."""
     if config.variant != 0:
-        raise ValueError(f"variant={config.variant}: the official code has variant=0 alone")
+        raise ValueError(
+            f"variant={config.variant}: the official code has variant=0 alone; give a run of it"
+        )
 
 
 def ignored(config: LactNVSConfig, name: str) -> bool:

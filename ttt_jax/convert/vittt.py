@@ -19,7 +19,7 @@ def check(config: ViTTTConfig | HViTTTConfig) -> None:
     if (config.variant, direction, query) != (0, "descent", "query"):
         raise ValueError(
             f"variant={config.variant}, {direction=}, {query=}: the official code has variant=0, "
-            "'descent' and 'query' alone"
+            "'descent' and 'query' alone; give a run of these"
         )
 
 

@@ -69,8 +69,7 @@ def import_weights(
             setattr(config.model, name, value)
     config.validate()
     with _named("--official", official):
-        tensors = files.read_tensors(official)
-    params, buffers = load(config.model, tensors)
+        params, buffers = load(config.model, files.read_tensors(official))
     averaged = config.train.ema_decay > 0
     parts = (config.model, config.optimizer, config.train.steps, sharding.make_mesh())
     trainee = make_trainee(*parts, averaged=averaged)
@@ -101,7 +100,8 @@ def export_weights(
     Args:
       workdir: the run's folder.
       official: a file by its suffix (``.safetensors``, ``.pt``, ``.pth``), or for a language model
-        a folder in Hugging Face's form, with ``config.json``; nothing is there yet.
+        a folder in Hugging Face's form, with ``config.json``; nothing is there yet. Folders above
+        it are made.
       step: the checkpoint's step; ``None`` takes the newest.
       dtype: of the written tensors: "float32", "bfloat16" or "float16".
 
@@ -118,7 +118,8 @@ def export_weights(
         files.check_new(official)
     loaded = checkpoint.load_arrays(workdir, step)
     model, hyper = loaded.config.model, None
-    found = save(model, loaded.params, loaded.buffers)
+    with _named("--workdir", workdir):
+        found = save(model, loaded.params, loaded.buffers)
     tensors = {name: array.astype(DTYPES[dtype]) for name, array in found.items()}
     if _table_of(model) is lact_llm:
         hyper = lact_llm.official_config(model) | {"torch_dtype": dtype}
