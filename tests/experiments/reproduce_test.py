@@ -1,6 +1,7 @@
 """Experiments: every cell, done cells, failed cells, interrupted cells, reports; measurements."""
 
 import csv
+import dataclasses
 import fcntl
 import json
 
@@ -101,6 +102,38 @@ def test_a_workdir_that_cannot_be_written_to_is_refused(small, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="workdir='.*file' cannot be written to"):
         reproduce.main(options("V6"), tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("data.source", "no/such", "no such file.*give the path or glob"),
+        ("data.source", "builtin;no/such", "source='no/such': no such file"),
+        ("data.tokenizer", "no/such.json", "cannot be read.*check the path"),
+        ("train.init_from", "no/such", "there is no run .*give WORKDIR"),
+    ],
+)
+def test_what_no_cell_could_read_is_named_before_the_first(small, tmp_path, field, value, words):
+    with pytest.raises(ValueError, match=f"^--set={field}={value}: .*{words}"):
+        reproduce.main(options("V0", "V6", fields={field: value}), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_of_another_model_are_left_to_the_cells_that_they_do_not_fit(
+    small, text, tmp_path, monkeypatch
+):
+    assert train.main(small_config(text, {"model.variant": 6}), tmp_path / "run") == 0
+    monkeypatch.setattr(train, "main", lambda *_: train.EXIT_NOT_FINITE)
+    start = {"fields": {"train.init_from": str(tmp_path / "run")}}
+    with pytest.raises(ValueError, match="^--set=train.init_from=.*needs a model of the same"):
+        reproduce.main(options("softmax", **start), tmp_path / "other")
+    assert reproduce.main(options("V6", "softmax", **start), tmp_path / "other") == 1
+
+
+@pytest.mark.parametrize("empty", ["experiments", "tasks"])
+def test_an_empty_list_is_refused(empty):
+    with pytest.raises(ValueError, match="='' is empty .an unset shell variable"):
+        dataclasses.replace(options(), **{empty: ()}).names()
 
 
 def test_a_failed_cell_is_named_and_the_others_go_on(small, tmp_path, monkeypatch):

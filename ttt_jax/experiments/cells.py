@@ -35,11 +35,13 @@ class Cell:
       name: title, also of its folder; letters, digits and ``- . _``.
       key: JSON values on which the result depends.
       run: from the cell's folder to its result, JSON values.
+      config: the configuration that it trains, a `ttt_jax.config.Config`; None where it trains none.
     """
 
     name: str
     key: Values
     run: Callable[[pathlib.Path], Values]
+    config: Any = None
 
     def folder(self, root: pathlib.Path) -> pathlib.Path:
         """Returns the cell's folder: its name and a hash of its key."""
@@ -156,4 +158,4 @@ def training_cell(name: str, config: Any, measure: Callable[[pathlib.Path], Valu
         }
         return report | found | measure(folder)
 
-    return Cell(name=name, key=config_lib.to_dict(config), run=run)
+    return Cell(name=name, key=config_lib.to_dict(config), run=run, config=config)

@@ -1,6 +1,7 @@
 """All experiments from one command: cells that resume, processes side by side, one report each."""
 
 import ast
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -8,16 +9,22 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 
-from ttt_jax import workdirs
+from ttt_jax import checkpoint, sharding, workdirs
+from ttt_jax.config import DataConfig
+from ttt_jax.data import mixture, shards, sources
+from ttt_jax.data.tokenizers import load_tokenizer
 from ttt_jax.experiments import ablation, length, paradoxes, recall, throughput
 from ttt_jax.experiments.cells import Cell, Interrupted, Values, failures, run_cells
 from ttt_jax.experiments.report import Report
 from ttt_jax.experiments.systems import SCALES, TASKS
 from ttt_jax.metrics import note
+from ttt_jax.tasks import make_task
+from ttt_jax.train_step import make_trainee
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +57,7 @@ class Options:
         """Returns the experiments, "all" spelled out.
 
         Raises:
-          ValueError: a name, scale or task is unknown.
+          ValueError: a name, scale or task is unknown, or there is none.
 
         >>> Options(experiments=("all",)).names()
         ('ablation', 'paradoxes', 'throughput', ...'length')
@@ -61,6 +68,11 @@ class Options:
             ((self.scale,), SCALES, "scale"),
             (self.tasks, tuple(TASKS), "tasks"),
         ):
+            if not given:
+                raise ValueError(
+                    f"{flag}='' is empty (an unset shell variable?); give --{flag} with some of "
+                    f"{list(known)}"
+                )
             unknown = [name for name in given if name not in known]
             if unknown:
                 raise ValueError(f"{flag}={unknown[0]!r} must be one of {list(known)}")
@@ -131,13 +143,15 @@ def main(options: Options, workdir: str | os.PathLike[str]) -> int:
       The exit code: 0; 1 if a cell failed; 128 + n if signal n ended a training.
 
     Raises:
-      ValueError: an unknown name, a configuration that breaks a rule, or a workdir that cannot be
-        written to; nothing was run.
+      ValueError: an unknown name, a field that does not exist or names what is not there, or a
+        workdir that cannot be written to; nothing was run.
     """
     names, root = options.names(), pathlib.Path(workdir)
     plan = {name: EXPERIMENTS[name].cells(options) for name in names}
     unique = list({cell.folder(root): cell for cells in plan.values() for cell in cells}.values())
     workdirs.check_output("workdir", workdir)
+    waiting = [cell for cell in unique if not (cell.folder(root) / "result.json").exists()]
+    _check_fields(options.fields, [cell.config for cell in waiting if cell.config is not None])
     root.mkdir(parents=True, exist_ok=True)
     if jax.config.jax_compilation_cache_dir is None:  # the seeds of a model share their programs
         jax.config.update("jax_compilation_cache_dir", str(root.resolve() / "compiled"))
@@ -159,6 +173,51 @@ def main(options: Options, workdir: str | os.PathLike[str]) -> int:
     for name, message in failed.items():
         note(f"FAILED: {name}: {message}")
     return int(bool(failed))
+
+
+def _check_fields(fields: Values, configs: Sequence[Any]) -> None:
+    """Raises ValueError where data, tokenizer or weights that `fields` name are not there.
+
+    Every cell would fail alike. Weights that fit some of the models are left to the cells.
+    """
+    for kind, config in {type(config.data): config for config in configs}.items():
+        if "data.tokenizer" in fields:
+            with _named("data.tokenizer", fields):
+                load_tokenizer(config.data.tokenizer)
+        if "data.source" in fields:
+            with _named("data.source", fields):
+                if kind is not DataConfig:
+                    make_task(config)
+                    continue
+                for source, _ in mixture.parse(config.data.source):
+                    if not shards.is_shard_folder(source):
+                        sources.find_files(source)
+    if not fields.get("train.init_from"):
+        return
+    misfits = []
+    for config in {repr(config.model): config for config in configs}.values():
+        mesh = sharding.make_mesh(**dataclasses.asdict(config.mesh))
+        parts = (config.model, config.optimizer, config.train.steps, mesh)
+        trainee = make_trainee(*parts, averaged=config.train.ema_decay > 0)
+        try:
+            with _named("train.init_from", fields):
+                checkpoint.find_initial(config, trainee)
+            return
+        except ValueError as error:
+            misfits.append(error)
+            if isinstance(error.__cause__, checkpoint.CheckpointError):
+                break
+    if misfits:
+        raise misfits[0]
+
+
+@contextlib.contextmanager
+def _named(field: str, fields: Values) -> Iterator[None]:
+    """Puts the flag that set a field before the message of an error."""
+    try:
+        yield
+    except (ValueError, checkpoint.CheckpointError) as error:
+        raise ValueError(f"--set={field}={fields[field]}: {error}") from error
 
 
 def _side_by_side(options: Options) -> None:
