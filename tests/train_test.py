@@ -280,6 +280,10 @@ def test_an_evaluation_on_other_data_is_asked_for_on_purpose(finished, text, tmp
     wanted = f"corpus='{changed}' now, .* 6 was trained on corpus='{position['corpus']}'.*--source="
     with pytest.raises(ValueError, match=wanted):
         evaluate.evaluate_workdir(run)
+    with pytest.raises(checkpoint.CheckpointError, match="^--step=9: /.*give one of these, or"):
+        evaluate.evaluate_workdir(run, step=9)
+    with pytest.raises(checkpoint.CheckpointError, match="workdir='' has no name .an unset shell"):
+        evaluate.evaluate_workdir("")
     other = evaluate.evaluate_workdir(run, source=str(words))[1]
     assert other.metrics["perplexity"] != report["perplexity"]
 

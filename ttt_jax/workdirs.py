@@ -44,13 +44,20 @@ def read_config(workdir: str | os.PathLike[str]) -> Any:
     """Returns the configuration of the run in `workdir`, or None where there is no run.
 
     Raises:
-      CheckpointError: config.json is there and cannot be read.
+      CheckpointError: the folder has no name, or config.json is there and cannot be read.
     """
+    _check_name(workdir)
     path = pathlib.Path(workdir) / "config.json"
     try:
         return config_lib.from_json(path.read_text()) if path.exists() else None
     except (OSError, ValueError, ImportError) as error:
         raise CheckpointError(f"{path} cannot be read as a configuration: {error}") from error
+
+
+def _check_name(workdir: str | os.PathLike[str]) -> None:
+    """Raises CheckpointError if `workdir` is empty, which would be the current folder."""
+    if not str(workdir).strip():
+        raise CheckpointError("workdir='' has no name (an unset shell variable?); give --workdir")
 
 
 def holds_checkpoints(workdir: str | os.PathLike[str]) -> bool:
@@ -69,8 +76,7 @@ def check_workdir(workdir: str | os.PathLike[str], config: Any) -> None:
       CheckpointError: the folder has no name, is an address, cannot be written to, or holds a run
         of another configuration or of one that is lost.
     """
-    if not str(workdir).strip():
-        raise CheckpointError("workdir='' has no name (an unset shell variable?); give --workdir")
+    _check_name(workdir)
     if "://" in str(workdir):
         raise CheckpointError(
             f"workdir={str(workdir)!r} is an address; mount the bucket (gcsfuse, s3fs) and "

@@ -48,7 +48,8 @@ def load_arrays(workdir: str | os.PathLike[str], step: int | None = None) -> Loa
       The model and its configuration.
 
     Raises:
-      CheckpointError: there is no run, or no readable checkpoint, in `workdir`.
+      CheckpointError: `workdir` has no name, or there is no run, no such step, or no readable
+        checkpoint in it.
     """
     config = read_config(workdir)
     if config is None:
@@ -62,6 +63,11 @@ def load_arrays(workdir: str | os.PathLike[str], step: int | None = None) -> Loa
     checkpoints = Checkpoints(workdir)
     try:
         found, metadata, step = checkpoints.restore_parts(wanted, step)
+    except CheckpointError as error:
+        if step is None:
+            raise
+        message = str(error).removeprefix(f"step={step}: ")
+        raise CheckpointError(f"--step={step}: {message}") from error
     finally:
         checkpoints.close()
     return LoadedModel(

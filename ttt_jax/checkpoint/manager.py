@@ -185,7 +185,10 @@ class Checkpoints:
         """
         steps = self.steps()
         if step is not None and step not in steps:
-            raise CheckpointError(f"step={step}: {self._folder} holds the steps {steps}")
+            raise CheckpointError(
+                f"step={step}: {self._folder} holds the steps {steps}; give one of these, "
+                "or leave it out for the newest"
+            )
         for candidate in reversed(steps) if step is None else [step]:
             found = self._try_load(candidate, abstract, abstract)
             if found is not None:
