@@ -35,7 +35,7 @@ class Cell:
       name: title, also of its folder; letters, digits and ``- . _``.
       key: JSON values on which the result depends.
       run: from the cell's folder to its result, JSON values.
-      config: the configuration that it trains, a `ttt_jax.config.Config`; None where it trains none.
+      config: the `ttt_jax.config.Config` that it trains; None where it trains none.
     """
 
     name: str

@@ -108,8 +108,8 @@ def check_settings(coefficients, eps: float) -> tuple[tuple[float, float, float]
     """
     check_number("eps", eps, least=0)
     try:
-        known = isinstance(coefficients, Sequence | np.ndarray | jax.Array)
-        known = known and not isinstance(coefficients, str)
+        kinds = Sequence | np.ndarray | jax.Array  # a dict or a set is in no order
+        known = isinstance(coefficients, kinds) and not isinstance(coefficients, str)
         triples = tuple((float(a), float(b), float(c)) for a, b, c in coefficients)
     except (TypeError, ValueError, OverflowError):
         known = False
