@@ -1,6 +1,7 @@
 """A new run that begins with another run's parameters: which, that they fit, and nothing else."""
 
 import json
+import os
 import shutil
 
 import jax
@@ -69,7 +70,7 @@ def test_the_new_run_goes_on_without_the_old_one(pretrained, text, tmp_path):
     first = metrics.read_metrics(new / "metrics.jsonl")[0]["loss"]
     assert first < 0.99 * np.log(258)  # where a run with drawn parameters begins
     shutil.rmtree(old)
-    config.train.steps = 3
+    config.train.steps, config.train.init_from = 3, os.path.relpath(old)  # the same one
     assert train.main(config, new) == 0
     assert checkpoint.Checkpoints(new).steps()[-1] == 3
     with pytest.raises(checkpoint.CheckpointError, match="init_from is '.*old' there, '' here"):
@@ -106,22 +107,43 @@ def test_another_inner_loop_of_the_same_shapes_is_taken_and_said(
     assert "(model.window_size is 16 there, 8 here)" in capsys.readouterr().out
 
 
-def test_what_is_no_run_is_refused(pretrained, text, tmp_path):
+def test_another_tokenizer_is_a_warning(pretrained, text, tmp_path, caplog):
+    theirs = tmp_path / "theirs"
+    shutil.copytree(pretrained, theirs)
+    stored = (theirs / "config.json").read_text()
+    (theirs / "config.json").write_text(stored.replace('"bytes"', '"other.model"'))
+    for init_from, warned in ((pretrained, False), (theirs, True)):
+        caplog.clear()
+        config = tiny_config(text, steps=0, init_from=str(init_from))
+        trainee = make_trainee(config.model, config.optimizer, 0, sharding.make_mesh())
+        checkpoint.find_initial(config, trainee)
+        assert ("tokenizer is 'other.model' in" in caplog.text) == warned
+        assert ("every embedding means another token" in caplog.text) == warned
+
+
+def test_what_cannot_be_read_is_refused_and_nothing_is_written(pretrained, text, tmp_path, caplog):
     (tmp_path / "none").mkdir()
     shutil.copytree(pretrained, tmp_path / "young")
     shutil.rmtree(tmp_path / "young" / "checkpoints")
     shutil.copytree(pretrained, tmp_path / "broken")
     (tmp_path / "broken" / "checkpoints" / "4" / "_CHECKPOINT_METADATA").write_text("{")
+    shutil.copytree(pretrained, tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "4" / "average" / "d")
+    shutil.copytree(tmp_path / "cut", tmp_path / "alone")
+    shutil.rmtree(tmp_path / "alone" / "checkpoints" / "2")
     for path, words in (
         (tmp_path / "none", "there is no run .* or of launch/convert.py"),
         (tmp_path / "nowhere" / "7", "there is no run"),
-        (tmp_path / "young", "holds a run without a checkpoint"),
+        (tmp_path / "young", "a run without a checkpoint; wait for its first one, or name another"),
         (pretrained / "9", r"step=9: .* holds the steps \[2, 4\]"),
-        (tmp_path / "broken", "4 cannot be read; name another step"),
+        (tmp_path / "broken", r"4 cannot be read .*; name another step, of \[2\] .*broken/2\)"),
+        (tmp_path / "cut", r"4 cannot be read .*; name .* \(config.train.init_from=.*cut/2\)"),
+        (tmp_path / "alone", "4 cannot be read .*; there is no other step$"),
     ):
         with pytest.raises(checkpoint.CheckpointError, match=f"init_from='.*': .*{words}"):
             train.main(tiny_config(text, init_from=str(path)), tmp_path / "new")
     assert not (tmp_path / "new").exists() and not (tmp_path / "young" / "checkpoints").exists()
+    assert "passed over" not in caplog.text
     with pytest.raises(ValueError, match="config.train.init_from=3: must be a path"):
         TrainConfig(init_from=3).validate()
 

@@ -183,7 +183,7 @@ def gathered_activations(text, params):
 def begins_with(run, workdir, state):
     """Whether a new run on another mesh, or the same one, takes the parameters as they are."""
     config = Config(model=run.model, train=TrainConfig(init_from=workdir))
-    new = checkpoint.new_state(run.whole, 1, checkpoint.find_initial(config, run.whole))
+    new = checkpoint.new_state(run.whole, 1, checkpoint.find_initial(config, run.whole).values)
     pairs = zip(jax.tree.leaves(new.params), jax.tree.leaves(state.params), strict=True)
     placed = jax.tree.map(lambda x: x.sharding, new.params) == run.whole.shardings.params
     return placed and not int(new.step) and all(np.array_equal(a, b) for a, b in pairs)

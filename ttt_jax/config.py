@@ -130,7 +130,8 @@ class TrainConfig:
       seed: seed of the initial parameters.
       init_from: WORKDIR or WORKDIR/STEP of another run, or of launch/convert.py, whose parameters a
         new run begins with (their moving average where that run kept one), instead of drawn ones;
-        optimizer, data and schedule begin afresh. Read once: a resumed run does not need it.
+        optimizer, data and schedule begin afresh. Read once: a resumed run keeps the field as it
+        is, and does not need the folder.
       accumulation_steps: parts into which a batch is cut; the result is that of the whole batch.
       loss_chunk: positions of each row whose logits exist at one time.
       log_every: steps between two progress lines.

@@ -58,7 +58,8 @@ def main(config: Any, workdir: str | os.PathLike[str]) -> int:
     Raises:
       ValueError: the configuration breaks a rule, or is another one in another process, or
         `config.train.init_from` is of another model; nothing was written.
-      CheckpointError: `workdir` cannot be used, or a checkpoint could not be written.
+      CheckpointError: `workdir` cannot be used, or `config.train.init_from` cannot be read, and
+        nothing was written; or a checkpoint could not be written.
     """
     # ------------------------------------------------------------------ configuration
     config.validate()
@@ -92,7 +93,8 @@ def main(config: Any, workdir: str | os.PathLike[str]) -> int:
     note(optim.describe_rules(trainee.names, params, config.optimizer))
 
     initial = None
-    if not workdirs.holds_checkpoints(workdir):  # else what it holds goes on
+    if processes.all_true(not workdirs.holds_checkpoints(workdir)):  # else what it holds goes on
+        # Read before anything is written. The steps need more memory: gradients beside the state.
         initial = checkpoint.find_initial(config, trainee)
 
     with workdirs.alone_in(workdir):
@@ -101,10 +103,11 @@ def main(config: Any, workdir: str | os.PathLike[str]) -> int:
         state = checkpoints.restore(trainee.abstract, train_batches)
         if state is None:
             initial = initial or checkpoint.find_initial(config, trainee)
-            state = checkpoint.new_state(trainee, config.train.seed, initial)
+            state = checkpoint.new_state(trainee, config.train.seed, initial and initial.values)
             note(f"A new run in {workdir}" + (f", from the {initial}" if initial else ""))
         else:
             note(f"Resuming at step {int(state.step)} of {config.train.steps} in {workdir}")
+        initial = None  # the state's alone from now on
         if processes.is_first():
             workdirs.write_config(workdir, config)
         log = metrics.MetricsLog(workdir, int(state.step))

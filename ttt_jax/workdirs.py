@@ -105,7 +105,9 @@ def check_workdir(workdir: str | os.PathLike[str], config: Any) -> None:
             folder,
         )
     free = (*FREE_FIELDS, "train.steps")
-    wrong = [change for change in changed if not change[0].startswith(free)]
+    wrong = [
+        change for change in changed if not change[0].startswith(free) and not _same_path(*change)
+    ]
     if wrong:
         listed = "; ".join(
             f"{name} is {theirs!r} there, {ours!r} here" for name, ours, theirs in wrong
@@ -114,6 +116,13 @@ def check_workdir(workdir: str | os.PathLike[str], config: Any) -> None:
             f"workdir={str(workdir)!r} holds a run with another configuration ({listed}); give "
             "another --workdir, or the flags that it was started with"
         )
+
+
+def _same_path(name: str, ours: Any, theirs: Any) -> bool:
+    """Says whether the field is `train.init_from`, and names the same folder in both."""
+    if name != "train.init_from" or not (ours and theirs):
+        return False
+    return len({pathlib.Path(path).expanduser().resolve() for path in (ours, theirs)}) == 1
 
 
 @contextlib.contextmanager

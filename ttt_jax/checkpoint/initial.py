@@ -1,6 +1,8 @@
 """The state that a run begins with: parameters that are drawn, or those of another run."""
 
+import contextlib
 import dataclasses
+import logging
 import pathlib
 from typing import Any
 
@@ -13,6 +15,8 @@ from ttt_jax.checkpoint.manager import Checkpoints
 from ttt_jax.train_step import Trainee, TrainState, init_state
 from ttt_jax.workdirs import CheckpointError, holds_checkpoints, read_config
 
+logger = logging.getLogger(__name__)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InitialWeights:
@@ -23,47 +27,33 @@ class InitialWeights:
       step: its checkpoint.
       part: of the checkpoint, "params" or their "average".
       differences: of the other run's model and tokenizer, (field, here, there) each.
+      values: (parameters, running statistics), nested dicts of arrays on the new run's devices.
     """
 
     workdir: pathlib.Path
     step: int
     part: str
     differences: list[tuple[str, Any, Any]]
+    values: tuple[Any, Any] = ({}, {})
 
     def __str__(self) -> str:
         """Says whose they are, and in what its model is another."""
         listed = "; ".join(f"{n} is {b!r} there, {a!r} here" for n, a, b in self.differences)
         return f"{self.part} of {self.workdir}, step {self.step}" + (listed and f" ({listed})")
 
-    def load(self, trainee: Trainee) -> tuple[Any, Any]:
-        """Reads them onto the new run's devices.
-
-        Returns:
-          (parameters, running statistics), nested dicts of arrays.
-
-        Raises:
-          CheckpointError: the checkpoint cannot be read.
-        """
-        checkpoints = Checkpoints(self.workdir)
-        try:
-            found, _, _ = checkpoints.restore_parts(_parts(self.part, trainee), self.step)
-        finally:
-            checkpoints.close()
-        return found[self.part], found.get("buffers", {})
-
 
 def find_initial(config: Any, trainee: Trainee) -> InitialWeights | None:
-    """Finds the parameters that ``config.train.init_from`` names, and checks that they fit.
+    """Reads the parameters that ``config.train.init_from`` names, once it is sure that they fit.
 
     Args:
       config: the new run's configuration.
-      trainee: the new run's, on any mesh.
+      trainee: the new run's; its mesh takes them.
 
     Returns:
-      Where they are, or None where ``init_from`` is empty.
+      The parameters, or None where ``init_from`` is empty.
 
     Raises:
-      CheckpointError: there is no run or no such checkpoint.
+      CheckpointError: there is no run or no such checkpoint, or it cannot be read.
       ValueError: the other model has another leaf, or one of another shape or dtype, which is named
         with both shapes.
     """
@@ -73,52 +63,71 @@ def find_initial(config: Any, trainee: Trainee) -> InitialWeights | None:
     try:
         workdir, step = _find_run(where)
         theirs = read_config(workdir)
-        part = "average" if theirs.train.ema_decay > 0 else "params"
-        checkpoints = Checkpoints(workdir)
-        try:
-            step = checkpoints.steps()[-1] if step is None else step
-            saved = checkpoints.leaves(step)
-        finally:
-            checkpoints.close()
+        with contextlib.closing(Checkpoints(workdir)) as checkpoints:
+            steps = checkpoints.steps()
+            if step is not None and step not in steps:
+                raise CheckpointError(f"step={step}: {workdir} holds the steps {steps}")
+            step = steps[-1] if step is None else step
+            found = InitialWeights(
+                workdir=workdir,
+                step=step,
+                part="average" if theirs.train.ema_decay > 0 else "params",
+                differences=[
+                    change
+                    for change in config_lib.differences(config, theirs)
+                    if change[0].startswith("model") or change[0] == "data.tokenizer"
+                ],
+            )
+            try:
+                _check_fit(found, checkpoints.leaves(step), trainee)
+                values, _, _ = checkpoints.restore_parts(_parts(found.part, trainee), step)
+            except CheckpointError as error:
+                others = [other for other in steps if other != step]
+                named = f" (config.train.init_from={workdir / str(others[-1])})" if others else ""
+                raise CheckpointError(f"{error}{named}") from error
     except CheckpointError as error:
         raise CheckpointError(f"config.train.init_from={where!r}: {error}") from error
-    changes = [
-        change
-        for change in config_lib.differences(config, theirs)
-        if change[0].startswith("model") or change[0] == "data.tokenizer"
-    ]
-    found = InitialWeights(workdir=workdir, step=step, part=part, differences=changes)
-    wanted = leaf_table(_parts(part, trainee))
+    for name, here, there in found.differences:
+        if name == "data.tokenizer":
+            logger.warning(
+                "config.train.init_from: %s is %r in %s and %r here: unless they are the same "
+                "tokenizer, every embedding means another token than it was trained for",
+                name, there, workdir, here,
+            )  # fmt: skip
+    return dataclasses.replace(found, values=(values[found.part], values.get("buffers", {})))
+
+
+def _check_fit(found: InitialWeights, saved: dict[str, list[Any]], trainee: Trainee) -> None:
+    """Compares a checkpoint's leaves with the new run's. Raises ValueError."""
+    path = found.workdir / "checkpoints" / str(found.step)
+    wanted = leaf_table(_parts(found.part, trainee))
     advice = f"config.train.init_from needs a model of the same arrays: {found}"
-    check_leaves(saved, wanted, workdir / "checkpoints" / str(step), advice)
+    check_leaves(saved, wanted, path, advice)
     for name, have in saved.items():
-        if name.split("/")[0] in (part, "buffers") and name not in wanted:
+        if name.split("/")[0] in (found.part, "buffers") and name not in wanted:
             raise ValueError(
-                f"checkpoint {workdir / 'checkpoints' / str(step)}: {name} is {have} there and "
-                f"missing in this run (shape, dtype); {advice}"
+                f"checkpoint {path}: {name} is {have} there and missing in this run (shape, "
+                f"dtype); {advice}"
             )
-    return found
 
 
-def new_state(
-    trainee: Trainee, seed: int, initial: InitialWeights | tuple[Any, Any] | None = None
-) -> TrainState:
+def new_state(trainee: Trainee, seed: int, values: tuple[Any, Any] | None = None) -> TrainState:
     """Creates the state at step 0.
 
     Args:
       trainee: of the run.
       seed: of the random numbers.
-      initial: parameters and running statistics, as arrays or still to be read; None draws them.
+      values: parameters and running statistics, nested dicts of arrays; None draws them.
 
     Returns:
       The state. The optimizer's fresh state does not depend on the parameters' values.
     """
     state = init_state(trainee, seed)
-    if initial is None:
+    if values is None:
         return state
     averaged = bool(state.average)
     state = state._replace(params={}, buffers={}, average={})  # room for those that come
-    params, buffers = initial.load(trainee) if isinstance(initial, InitialWeights) else initial
+    params, buffers = values
     params = jax.device_put(params, trainee.shardings.params)
     return state._replace(
         params=params,
@@ -144,7 +153,10 @@ def _find_run(where: str) -> tuple[pathlib.Path, int | None]:
     for folder, step in choices:
         if (folder / "config.json").is_file():
             if not holds_checkpoints(folder):
-                raise CheckpointError(f"{folder} holds a run without a checkpoint")
+                raise CheckpointError(
+                    f"{folder} holds a run without a checkpoint; wait for its first one, or name "
+                    "another run"
+                )
             return folder, step
     raise CheckpointError(
         "there is no run (a folder with config.json); give WORKDIR or WORKDIR/STEP of "

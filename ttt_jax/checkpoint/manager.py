@@ -6,12 +6,14 @@ checkpoint appears under its name only once it is complete, so a killed process 
 written; Orbax's API version 1 is used, and only here.
 """
 
+import contextlib
 import importlib.metadata
 import json
 import logging
 import os
 import pathlib
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from orbax.checkpoint import v1 as ocp
@@ -23,6 +25,10 @@ from ttt_jax.train_step import TrainState
 from ttt_jax.workdirs import CheckpointError
 
 logger = logging.getLogger(__name__)
+
+
+class _NotWholeError(Exception):
+    """Says why a checkpoint cannot be read."""
 
 
 class Checkpoints:
@@ -184,12 +190,11 @@ class Checkpoints:
           CheckpointError: there is no such checkpoint, or it cannot be read.
         """
         steps = self.steps()
-        if step is not None and step not in steps:
-            raise CheckpointError(
-                f"step={step}: {self._folder} holds the steps {steps}; give one of these, "
-                "or leave it out for the newest"
-            )
-        for candidate in reversed(steps) if step is None else [step]:
+        if step is not None:
+            with self._named(step):
+                found = self._load(step, abstract, abstract)
+                return found, found.pop("metadata"), step
+        for candidate in reversed(steps):
             found = self._try_load(candidate, abstract, abstract)
             if found is not None:
                 return found, found.pop("metadata"), candidate
@@ -201,34 +206,52 @@ class Checkpoints:
         Raises:
           CheckpointError: there is no such checkpoint, or it cannot be read.
         """
-        if step not in self.steps():
-            raise CheckpointError(f"step={step}: {self._folder} holds the steps {self.steps()}")
-        if (metadata := self._read_metadata(step)) is None:
-            raise CheckpointError(f"{self._folder / str(step)} cannot be read; name another step")
-        return metadata["leaves"]
+        with self._named(step):
+            return self._read_metadata(step)["leaves"]
+
+    @contextlib.contextmanager
+    def _named(self, step: int) -> Iterator[None]:
+        """Around the reading of a step for which no other is taken: says which there are."""
+        steps = self.steps()
+        if step not in steps:
+            raise CheckpointError(
+                f"step={step}: {self._folder} holds the steps {steps}; give one of these, "
+                "or leave it out for the newest"
+            )
+        try:
+            yield
+        except _NotWholeError as error:
+            others = [other for other in steps if other != step]
+            way = f"name another step, of {others}" if others else "there is no other step"
+            path = self._folder / str(step)
+            raise CheckpointError(f"{path} cannot be read ({error}); {way}") from error
 
     def _try_load(self, step: int, parts: dict[str, Any], abstract: Any) -> dict[str, Any] | None:
-        """Loads `parts` and the metadata of a step; None with a warning if it is not whole."""
-        if (metadata := self._read_metadata(step)) is None:
+        """`_load`; None with a warning if the checkpoint is not whole."""
+        try:
+            return self._load(step, parts, abstract)
+        except _NotWholeError as error:
+            path = self._folder / str(step)
+            logger.warning("checkpoint %s is not whole and is passed over: %s", path, error)
             return None
-        path = self._folder / str(step)
-        check_leaves(metadata["leaves"], leaf_table(abstract), path)
+
+    def _load(self, step: int, parts: dict[str, Any], abstract: Any) -> dict[str, Any]:
+        """Loads `parts` and the metadata of a step. Raises _NotWholeError."""
+        metadata = self._read_metadata(step)
+        check_leaves(metadata["leaves"], leaf_table(abstract), self._folder / str(step))
         try:
             return self._checkpointer.load_checkpointables(step, parts) | {"metadata": metadata}
         except Exception as error:  # Orbax raises many kinds for a file that is missing or cut
-            cause = str(error).splitlines()[0][:300]
-            logger.warning("checkpoint %s is not whole and is passed over: %s", path, cause)
-            return None
+            raise _NotWholeError((str(error).splitlines() or [repr(error)])[0][:300]) from error
 
-    def _read_metadata(self, step: int) -> dict[str, Any] | None:
-        """What `save` wrote beside a state; None with a warning if it cannot be read."""
+    def _read_metadata(self, step: int) -> dict[str, Any]:
+        """What `save` wrote beside a state. Raises _NotWholeError."""
         path = self._folder / str(step)
         try:
             metadata = json.loads((path / "_CHECKPOINT_METADATA").read_text())["custom_metadata"]
             return metadata | {"leaves": metadata["leaves"]}
         except (OSError, ValueError, KeyError, TypeError) as error:
-            logger.warning("checkpoint %s is not whole and is passed over: %s", path, error)
-            return None
+            raise _NotWholeError(str(error)) from error
 
     def _set_aside(self, steps: list[int], broken: pathlib.Path) -> None:
         """Moves unreadable checkpoints out of the way, so that they are not counted as kept."""
