@@ -133,8 +133,8 @@ def test_the_program_writes_nothing_where_a_tensor_does_not_fit(tmp_path):
     )  # fmt: skip
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1].startswith(
-        f"error: --official={tmp_path / 'official'}: tensor 'model.norm.weight' is [5] in the file, "
-        "but this model's norm/scale makes it"
+        f"error: --official={tmp_path / 'official'}: tensor 'model.norm.weight' is [5] in the "
+        "file, but this model's norm/scale makes it"
     )
     assert sorted(os.listdir(tmp_path)) == ["official"]
     assert json.loads((tmp_path / "official" / "config.json").read_text()) == case.hyper

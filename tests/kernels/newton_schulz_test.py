@@ -219,7 +219,8 @@ def test_choice_and_refusals(monkeypatch):
      *(({"coefficients": bad}, "coefficients=.*finite")
        for bad in ((1.0, 2.0, 3.0), 5, "abc", ((1.0, 2.0),), ((1.0, float("nan"), 2.0),), None, {},
                    "", jnp.ones(4), ((10**400, 1, 1),))),
-     *(({"eps": bad}, "eps=.*, 0 or more") for bad in ("a", -1.0, float("inf"), None, 1e39, 10**400)),
+     *(({"eps": bad}, "eps=.*, 0 or more")
+       for bad in ("a", -1.0, float("inf"), None, 1e39, 10**400)),
      ({"dtype": int}, "dtype=.*floating"), ({"dtype": "foo"}, "dtype='foo' must be"),
      ({"implementation": "foo"}, "implementation='foo' is unknown")],
     ids=str,
