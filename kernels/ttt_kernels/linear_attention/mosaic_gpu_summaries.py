@@ -18,8 +18,6 @@ from ttt_kernels.linear_attention.tiling import BLOCK, COMPUTE_WARPGROUPS, Tilin
 
 _DECAY_HEADS = 8
 """Heads whose log decays are copied together: the fewest columns of a tile in registers."""
-_DECAY_TILE = (8, 4)
-"""How they lie in shared memory: 16 bytes, the copy engine's least, of 8 tokens."""
 
 
 def summaries(
@@ -52,9 +50,8 @@ def summaries(
     plgpu = compat.mosaic_gpu()
     batch, length, heads, key_dim = k.shape
     if weights.log_decay is not None:
-        extra = max(_DECAY_HEADS - heads, -heads % _DECAY_TILE[1])
-        log_decay = jnp.pad(weights.log_decay, ((0, 0), (0, 0), (0, extra)))
-        weights = weights._replace(log_decay=log_decay)
+        extra = ((0, 0), (0, 0), (0, -heads % _DECAY_HEADS))
+        weights = weights._replace(log_decay=jnp.pad(weights.log_decay, extra))
     plan = common.Plan.of(tiling, k, weights, reverse)
     groups, columns = tiling.heads_per_cta, tiling.columns
     stages = max(tiling.stages, 4 if key_dim <= 128 else 2)
@@ -74,8 +71,7 @@ def summaries(
     out_type = [jax.ShapeDtypeStruct((*shape, key_dim, v.shape[-1]), jnp.float32)]
     if plan.decay:
         scratch += [
-            plgpu.SMEM((stages, BLOCK, _DECAY_HEADS), jnp.float32,
-                       transforms=(plgpu.TilingTransform(_DECAY_TILE),)),
+            plgpu.SMEM((stages, BLOCK, _DECAY_HEADS), jnp.float32),
             plgpu.Barrier(num_arrivals=1, num_barriers=stages),
             plgpu.SMEM((2, groups, BLOCK), jnp.float32),
             common.tile(tiling, *slots),

@@ -41,7 +41,7 @@ def choose_layout(
     two, the ones that were checked on the chip; one CTA for a single tile.
 
     >>> choose_layout(64, 384, 384), choose_layout(64, 384, 384, backward=True)
-    (Pair(strips=3), Layout(tile=192, width=192, cluster=2, stages=4))
+    (Pair(strips=3), Layout(tile=192, width=192, cluster=2, stages=4, apart=False))
     """
     few, square = matrices <= FEW_MATRICES, rows == columns
     if not few and not backward and square and rows in (128, 256, 384):
