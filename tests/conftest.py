@@ -20,6 +20,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _COMPILE_FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     _COMPILE_FAST += " --xla_cpu_use_fusion_emitters=false"
+    # YNNPACK of this jaxlib reads beside an array in the delta rule's gradient, on some CPUs.
+    _COMPILE_FAST += " --xla_cpu_experimental_ynn_fusion_type="
 if "cuda" in os.environ["JAX_PLATFORMS"]:
     _COMPILE_FAST = "--xla_gpu_autotune_level=0"
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # workers share the memory
