@@ -28,9 +28,9 @@ _ORDER = (
     {"checkpoint"},
     {"compile_check", "convert", "evaluate", "generate"},
     {"train"},
+    {"programs"},
     {"benchmark"},
     {"experiments"},
-    {"programs"},
     {"configs", "launch"},
 )
 _RANK = {name: rank for rank, group in enumerate(_ORDER) for name in group}
